@@ -16,10 +16,10 @@ from typing import Any
 import carpool.app
 import carpool.service
 from carpool.core.clock import monotonic
+from carpool.core.histograms import SECONDS_BOUNDS, Histogram
 from carpool.core.outcome import CallFacts, Output
 from carpool.core.ports import LaneQueue
 from carpool.core.request import Request
-from carpool.core.tally import SECONDS_BOUNDS, Histogram
 from carpool.settings import load_settings
 from carpool.upstream.endpoint import Endpoint
 from carpool.upstream.pool import Pool
@@ -41,8 +41,8 @@ class BarePool(Pool):
 
     def is_free_again(self, endpoint: Endpoint) -> None:
         self.bare.append(endpoint)
-        for ring in self._rings:
-            ring()
+        for notify in self._notifies:
+            notify()
 
 
 class BareDispatcher:

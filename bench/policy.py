@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from carpool.batching.loop import BatchLoop
-from carpool.batching.policy import Idle, Plan, Policy, PolicyName, Send, View, make_policy
+from carpool.batching.policy import Idle, LaneView, Plan, Policy, PolicyName, Send, make_policy
 from carpool.broker.memory import MemoryBroker
 from carpool.core.outcome import Outcome, Output
 from carpool.core.request import Request
@@ -47,7 +47,7 @@ THROUGHPUT_SHARE = 0.995
 class Eager:
     """The baseline that never waits."""
 
-    def plan(self, view: View, now: float) -> Plan:
+    def plan(self, view: LaneView, now: float) -> Plan:
         return Send(min(view.waiting, view.max_batch), "idle") if view.free else Idle()
 
     def sent(self, size: int, max_batch: int) -> None:
@@ -70,7 +70,7 @@ class Result:
     waits_ms: list[float] = field(default_factory=list)
     batches: int = 0
     sent_in_time: int = 0
-    busy_share: float = 0.0
+    slots_busy_max_share: float = 0.0
 
     def percentile(self, share: float) -> float:
         return self.waits_ms[min(len(self.waits_ms) - 1, int(share * len(self.waits_ms)))]
@@ -78,7 +78,7 @@ class Result:
     def cell(self) -> str:
         mean = len(self.waits_ms) / self.batches
         waits = f"{self.percentile(0.5):.1f} / {self.percentile(0.99):.1f}"
-        return f"{waits}, {mean:.3g}, {self.busy_share:.0%}"
+        return f"{waits}, {mean:.3g}, {self.slots_busy_max_share:.0%}"
 
 
 def draw_arrivals(scenario: Scenario, rng: random.Random) -> list[float]:
@@ -179,7 +179,7 @@ class Simulation:
         if end < len(self.arrivals):
             self._await_next_turn()
         else:
-            self.result.busy_share = self.pool.busy_seconds() / (self.scenario.slots * self.seconds)
+            self.result.slots_busy_max_share = self.pool.busy_seconds() / (self.scenario.slots * self.seconds)
 
     def settled(self, request: Request, outcome: Outcome) -> None:
         """Note how long a request waited for its slot."""
@@ -197,7 +197,9 @@ def run_one(name: str, scenario: Scenario, seed: int) -> Result:
     policy: Policy = Eager()
     if name != "eager":
         known = cast(PolicyName, name)
-        policy = make_policy(known, busy_share=SETTINGS.busy_share, fill_target=SETTINGS.fill_target)
+        policy = make_policy(
+            known, slots_busy_max_share=SETTINGS.slots_busy_max_share, fill_target=SETTINGS.fill_target
+        )
     return Simulation(policy, scenario, arrivals, seed).run()
 
 

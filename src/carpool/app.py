@@ -1,4 +1,4 @@
-"""The composition root's door: which process a command starts, its signals, and its exit code."""
+"""The composition root: which process a command starts, its signals, and its exit code."""
 
 import asyncio
 import gc

@@ -8,12 +8,12 @@ from typing import ClassVar
 import msgspec
 
 from carpool.broker.redis.fleet.live import LiveParts
-from carpool.broker.redis.fleet.view import Beat
+from carpool.broker.redis.fleet.view import Heartbeat
 from carpool.broker.webhooks.deliverer import Deliverer
 from carpool.composition.batcher import BatcherHalf, make_broker
-from carpool.composition.meeting import Meeting
 from carpool.composition.process import EXPIRY_TICK_S, Process
 from carpool.composition.redis_batcher import RedisBatcherHalf
+from carpool.composition.redis_context import RedisContext
 from carpool.composition.redis_gateway import RedisGatewayHalf
 from carpool.composition.tracking import describe_tracking
 from carpool.composition.webhooks import describe_webhooks, start_webhooks
@@ -28,10 +28,10 @@ logger = logging.getLogger("carpool")
 class RedisProcess(Process):
     """One of a fleet that meets in Redis."""
 
-    meeting: Meeting
+    redis_context: RedisContext
 
     @abstractmethod
-    def heartbeat(self) -> Beat:
+    def heartbeat(self) -> Heartbeat:
         """What this process tells the others of itself."""
 
     @abstractmethod
@@ -42,60 +42,60 @@ class RedisProcess(Process):
     def describe(self) -> tuple[Numbers, ...]:
         """What `/metrics` shows because of the role."""
 
-    async def meet(self) -> Meeting:
+    async def meet(self) -> RedisContext:
         """Find out whether this Redis may be used; the halves are plugged to what this returns."""
         await self.begin()
-        meeting = self.meeting = Meeting(self.ground, self.role, self._told_of_itself)
-        await meeting.check_disks()
-        name, watch = meeting.name.decode(), self.watch
+        redis_context = self.redis_context = RedisContext(self.runtime, self.role, self._told_of_itself)
+        await redis_context.check_disks()
+        name, watch = redis_context.name.decode(), self.watch
         watch.name = name
-        watch.others = LiveParts(meeting.nodes, meeting.keys, name, lambda: meeting.registry.view)
-        meeting.when_heard.append(lambda view: watch.want(view.is_watched(without=name)))
-        return meeting
+        watch.others = LiveParts(redis_context.nodes, redis_context.keys, name, lambda: redis_context.registry.view)
+        redis_context.when_heard.append(lambda view: watch.want(view.is_watched(without=name)))
+        return redis_context
 
-    def _told_of_itself(self) -> Beat:
+    def _told_of_itself(self) -> Heartbeat:
         return msgspec.structs.replace(self.heartbeat(), is_watched=self.watch.is_looked_at)
 
     def say_where(self, where: str) -> None:
         """For the log."""
         facts = {
             "role": self.role,
-            "name": self.meeting.name.decode(),
-            "models": list(self.ground.models),
+            "name": self.redis_context.name.decode(),
+            "models": list(self.runtime.models),
             "slots": self.batcher.slots_total(),
         }
-        host = self.ground.settings.gateway.admin_host
+        host = self.runtime.settings.gateway.admin_host
         logger.info("%s, admin on %s:%d", where, host, self.admin_port, extra={"fields": facts})
 
     def begin_to_drain(self) -> None:
         """Say to everybody that this process leaves."""
         logger.info("draining")
-        self.ground.draining = True  # readiness turns false
-        self.meeting.registry.beat()
+        self.runtime.draining = True  # readiness turns false
+        self.redis_context.registry.heartbeat()
 
     async def leave(self) -> None:
         """Be gone."""
-        await self.meeting.registry.leave()
+        await self.redis_context.registry.leave()
         await self.close()
         logger.info("drained")
 
     def snapshot(self) -> Snapshot:
         """What operators see."""
         return Snapshot(
-            health=self.meeting.health(self.mode()),
-            fleet=self.meeting.fleet(self.batcher),
+            health=self.redis_context.health(self.mode()),
+            fleet=self.redis_context.fleet(self.batcher),
             numbers=(
-                *self.meeting.describe(),
+                *self.redis_context.describe(),
                 *self.describe(),
                 *describe_tracking(self.tracking),
-                *self.ground.describe(),
+                *self.runtime.describe(),
             ),
             models=self.batcher.describe(),
         )
 
     def why_not_ready(self) -> str:
         """When Redis is away."""
-        return f"Redis cannot be reached: {self.meeting.nodes.trouble}"
+        return f"Redis cannot be reached: {self.redis_context.nodes.trouble}"
 
 
 class RedisGateway(RedisProcess):
@@ -107,27 +107,27 @@ class RedisGateway(RedisProcess):
 
     async def start(self) -> None:
         """Plug the stages together, from the back to the front, and listen."""
-        ground, meeting = self.ground, await self.meet()
-        models = ground.models.values()
+        runtime, redis_context = self.runtime, await self.meet()
+        models = runtime.models.values()
         self.batcher = BatcherHalf(
-            ground,
-            make_broker(ground),
-            meeting.dead_letters,
+            runtime,
+            make_broker(runtime),
+            redis_context.dead_letters,
             models if all(model.upstream.endpoints for model in models) else (),
             # Its endpoints are the batchers' too: while Redis is gone, the gateways share them.
-            sharers=meeting.gateways_last_seen,
+            sharers=redis_context.gateways_last_seen,
         )
-        self.gateway = RedisGatewayHalf(meeting, self.batcher)
-        meeting.start()
+        self.gateway = RedisGatewayHalf(redis_context, self.batcher)
+        redis_context.start()
         self.batcher.start()
         self.gateway.watch()
-        self.webhooks = start_webhooks(self.ground, meeting.outbox)
-        ground.do_every(EXPIRY_TICK_S, self.expire)
-        await meeting.wait_for_redis(self.gateway.is_connected)
+        self.webhooks = start_webhooks(self.runtime, redis_context.outbox)
+        runtime.do_every(EXPIRY_TICK_S, self.expire)
+        await redis_context.wait_for_redis(self.gateway.is_connected)
         await self.gateway.start(self.listening, self.check_ready)
         self.port = self.gateway.port
-        await self.listen_for_operators(meeting.desk, meeting.outbox)
-        self.say_where(f"serving on {ground.settings.gateway.host}:{self.port}")
+        await self.listen_for_operators(redis_context.desk, redis_context.outbox)
+        self.say_where(f"serving on {runtime.settings.gateway.host}:{self.port}")
 
     async def drain(self) -> None:
         """Stop taking new work, finish the old, leave. Every step may rely on those before it."""
@@ -139,18 +139,18 @@ class RedisGateway(RedisProcess):
 
     def expire(self) -> None:
         """Look at the deadlines."""
-        now = self.ground.clock()
+        now = self.runtime.clock()
         self.gateway.expire(now)
         self.batcher.expire(now)
 
     def check_ready(self, answer: Callable[[str | None], None]) -> None:
         """Ready when Redis answers and a batcher lives, or when it can do the work itself; else the reason why not."""
-        if self.ground.draining:
+        if self.runtime.draining:
             answer("draining")
-        elif self.meeting.registry.refusal:
-            answer(self.meeting.registry.refusal)
+        elif self.redis_context.registry.refusal:
+            answer(self.redis_context.registry.refusal)
         elif self.gateway.is_connected():
-            answer(None if self.meeting.registry.view.live_batchers() else "no batcher lives")
+            answer(None if self.redis_context.registry.view.live_batchers() else "no batcher lives")
         elif self.batcher.services:
             self.batcher.try_endpoints(answer)
         else:
@@ -160,9 +160,9 @@ class RedisGateway(RedisProcess):
         """Tell how a request is: one of this process, a task, or one of another gateway."""
         self.gateway.find(request_id, answer)
 
-    def heartbeat(self) -> Beat:
+    def heartbeat(self) -> Heartbeat:
         """What this process tells the others of itself."""
-        return self.gateway.beat()
+        return self.gateway.heartbeat()
 
     def mode(self) -> Mode:
         """How requests are served now."""
@@ -170,10 +170,10 @@ class RedisGateway(RedisProcess):
 
     def describe(self) -> tuple[Numbers, ...]:
         """What `/metrics` shows because of the role. What is held in memory came to it in direct mode."""
-        parking, direct = self.gateway.queue.parking, self.batcher.broker
-        door = self.gateway.describe(parking.held + direct.held, parking.held_bytes + direct.held_bytes)
+        pending, direct = self.gateway.queue.pending, self.batcher.broker
+        shedder = self.gateway.describe(pending.held + direct.held, pending.held_bytes + direct.held_bytes)
         webhooks = describe_webhooks(self.webhooks)
-        return door, self.gateway.describe_cache(), self.gateway.describe_queue(), *webhooks
+        return shedder, self.gateway.describe_cache(), self.gateway.describe_queue(), *webhooks
 
 
 class RedisBatcher(RedisProcess):
@@ -183,34 +183,34 @@ class RedisBatcher(RedisProcess):
 
     async def start(self) -> None:
         """Plug the stages together, from the back to the front."""
-        meeting = await self.meet()
-        self.batcher = self.own = RedisBatcherHalf(meeting)
-        meeting.start()
+        redis_context = await self.meet()
+        self.batcher = self.own = RedisBatcherHalf(redis_context)
+        redis_context.start()
         self.batcher.start()
-        self.ground.do_every(EXPIRY_TICK_S, self.expire)
-        await meeting.wait_for_redis(meeting.are_all_nodes_up)
+        self.runtime.do_every(EXPIRY_TICK_S, self.expire)
+        await redis_context.wait_for_redis(redis_context.are_all_nodes_up)
         self.own.take()
-        await self.listen_for_operators(meeting.desk, meeting.outbox)
+        await self.listen_for_operators(redis_context.desk, redis_context.outbox)
         self.say_where("batching")
 
     async def drain(self) -> None:
         """Stop taking new work, finish the old, leave. Every step may rely on those before it."""
         self.begin_to_drain()
-        self.meeting.tasks.drain()
+        self.redis_context.tasks.drain()
         await self.own.drain()  # others take what waits in Redis
         await self.leave()
 
     def expire(self) -> None:
         """Look at the deadlines."""
-        self.batcher.expire(self.ground.clock())
+        self.batcher.expire(self.runtime.clock())
 
     def check_ready(self, answer: Callable[[str | None], None]) -> None:
         """Ready when it takes work, and Redis takes its outcomes; else the reason why not."""
-        if self.ground.draining:
+        if self.runtime.draining:
             answer("draining")
-        elif self.meeting.registry.refusal:
-            answer(self.meeting.registry.refusal)
-        elif self.meeting.are_all_nodes_up():
+        elif self.redis_context.registry.refusal:
+            answer(self.redis_context.registry.refusal)
+        elif self.redis_context.are_all_nodes_up():
             self.own.check_ready(answer)
         else:
             answer(self.why_not_ready())
@@ -219,21 +219,21 @@ class RedisBatcher(RedisProcess):
         """Tell how a request is that waits here, or a task."""
         request = self.batcher.find_waiting(request_id)
         if request is None or (request.is_task and request.phase == QUEUED):
-            self.meeting.tell_of_task(request_id, answer)
+            self.redis_context.tell_of_task(request_id, answer)
         else:
             answer(self.batcher.tell_of(request))
 
-    def heartbeat(self) -> Beat:
+    def heartbeat(self) -> Heartbeat:
         """What this process tells the others of itself."""
-        return self.own.beat()
+        return self.own.heartbeat()
 
     def mode(self) -> Mode:
         """How requests are served now."""
-        return "redis" if self.meeting.are_all_nodes_up() else "down"
+        return "redis" if self.redis_context.are_all_nodes_up() else "down"
 
     def describe(self) -> tuple[Numbers, ...]:
         """What `/metrics` shows because of the role."""
-        return (self.own.describe_feed(),)
+        return (self.own.describe_consumer(),)
 
 
 class RedisServe(RedisGateway):
@@ -243,20 +243,20 @@ class RedisServe(RedisGateway):
 
     async def start(self) -> None:
         """Plug the stages together, from the back to the front, and listen."""
-        meeting = await self.meet()
-        self.batcher = self.own = RedisBatcherHalf(meeting)
-        self.gateway = RedisGatewayHalf(meeting, self.batcher)
-        meeting.start()
+        redis_context = await self.meet()
+        self.batcher = self.own = RedisBatcherHalf(redis_context)
+        self.gateway = RedisGatewayHalf(redis_context, self.batcher)
+        redis_context.start()
         self.batcher.start()
         self.gateway.watch()
-        self.webhooks = start_webhooks(self.ground, meeting.outbox)
-        self.ground.do_every(EXPIRY_TICK_S, self.expire)
-        await meeting.wait_for_redis(self.gateway.is_connected)
+        self.webhooks = start_webhooks(self.runtime, redis_context.outbox)
+        self.runtime.do_every(EXPIRY_TICK_S, self.expire)
+        await redis_context.wait_for_redis(self.gateway.is_connected)
         self.own.take()
         await self.gateway.start(self.listening, self.check_ready)
         self.port = self.gateway.port
-        await self.listen_for_operators(meeting.desk, meeting.outbox)
-        self.say_where(f"serving on {self.ground.settings.gateway.host}:{self.port}")
+        await self.listen_for_operators(redis_context.desk, redis_context.outbox)
+        self.say_where(f"serving on {self.runtime.settings.gateway.host}:{self.port}")
 
     async def drain(self) -> None:
         """Stop taking new work, finish the old, leave. Every step may rely on those before it."""
@@ -268,25 +268,25 @@ class RedisServe(RedisGateway):
 
     def check_ready(self, answer: Callable[[str | None], None]) -> None:
         """Ready when its batcher half is, or without Redis when it can do the work itself; else the reason why not."""
-        if self.ground.draining:
+        if self.runtime.draining:
             answer("draining")
-        elif self.meeting.registry.refusal:
-            answer(self.meeting.registry.refusal)
+        elif self.redis_context.registry.refusal:
+            answer(self.redis_context.registry.refusal)
         elif self.gateway.is_connected():
             self.own.check_ready(answer)
         else:
             self.batcher.try_endpoints(answer)
 
-    def heartbeat(self) -> Beat:
+    def heartbeat(self) -> Heartbeat:
         """What this process tells the others of itself."""
-        return msgspec.structs.replace(self.gateway.beat(), models=self.own.beat().models)
+        return msgspec.structs.replace(self.gateway.heartbeat(), models=self.own.heartbeat().models)
 
     def describe(self) -> tuple[Numbers, ...]:
         """What `/metrics` shows because of the role. What is held in memory was taken from Redis."""
-        parking = self.gateway.queue.parking
-        door = self.gateway.describe(parking.held, parking.held_bytes)
-        queue, feed = self.gateway.describe_queue(), self.own.describe_feed()
-        return door, self.gateway.describe_cache(), queue, feed, *describe_webhooks(self.webhooks)
+        pending = self.gateway.queue.pending
+        shedder = self.gateway.describe(pending.held, pending.held_bytes)
+        queue, consumer = self.gateway.describe_queue(), self.own.describe_consumer()
+        return shedder, self.gateway.describe_cache(), queue, consumer, *describe_webhooks(self.webhooks)
 
 
 PROCESSES: dict[Role, type[RedisProcess]] = {each.role: each for each in (RedisGateway, RedisBatcher, RedisServe)}

@@ -17,7 +17,7 @@ from carpool.composition.batcher import BatcherHalf, make_broker
 from carpool.composition.credentials import watch_key_file
 from carpool.composition.gateway import GatewayHalf
 from carpool.composition.process import EXPIRY_TICK_S, Process
-from carpool.composition.shedding import DOOR_TICK_S, Ticks, learn_own, let_see, make_doors, standings_of
+from carpool.composition.shedding import SHEDDER_TICK_S, Ticks, learn_own, let_see, make_shedders, stats_of_tiers
 from carpool.composition.tracking import describe_tracking
 from carpool.composition.webhooks import describe_webhooks, start_webhooks
 from carpool.core.snapshot import FleetState, Health, JournalNumbers, OutcomeNumbers, Snapshot, problem_of
@@ -35,21 +35,21 @@ class EmbeddedProcess(Process):
     async def start(self) -> None:
         """Plug the stages together, from the back to the front, and listen."""
         await self.begin()
-        ground = self.ground
-        tasks, gateway = ground.settings.tasks, ground.settings.gateway
+        runtime = self.runtime
+        tasks, gateway = runtime.settings.tasks, runtime.settings.gateway
         self.journal = Journal(
             Path(tasks.data_dir) / "journal.db" if tasks.journal else None,
             asyncio.get_running_loop(),
             result_ttl_s=tasks.result_ttl_s,
             dead_letter_ttl_s=tasks.dead_letter_ttl_s,
             stored_bytes_max=tasks.stored_bytes_max,
-            webhook_bytes_max=ground.settings.webhooks.bytes_max,
-            clock=ground.clock,
+            webhook_bytes_max=runtime.settings.webhooks.bytes_max,
+            clock=runtime.clock,
         )
-        ground.opened.push_async_callback(self.journal.close)
-        self.broker = make_broker(ground)
-        dead_letters = DeadLetterBox(self.journal, ground.settings.dead_letters.synchronous, ground.clock)
-        self.batcher = BatcherHalf(ground, self.broker, dead_letters, ground.models.values())
+        runtime.opened.push_async_callback(self.journal.close)
+        self.broker = make_broker(runtime)
+        dead_letters = DeadLetterBox(self.journal, runtime.settings.dead_letters.synchronous, runtime.clock)
+        self.batcher = BatcherHalf(runtime, self.broker, dead_letters, runtime.models.values())
         self.batcher.start()
         self.tasks = Tasks(
             self.broker,
@@ -57,28 +57,28 @@ class EmbeddedProcess(Process):
             prepare=self.batcher.prepare,
             waiting_max=tasks.waiting_max,
             capacity_rps=self.batcher.capacity_rps,
-            clock=ground.clock,
+            clock=runtime.clock,
         )
-        named, targets = frozenset(ground.models), ground.tier_target_s
+        named, targets = frozenset(runtime.models), runtime.tier_target_s
         restored = self.tasks.restore(named, lambda tier, now: now + targets[min(tier, len(targets) - 1)])
         availability = {service.name: service.pool for service in self.batcher.services}
-        doors = make_doors(ground.settings, ground.models, self.broker.standing)
-        for service in self.batcher.services if doors else ():
-            let_see(doors[service.name], [service])
-        self.gateway = GatewayHalf(ground, self.broker, self.tasks, availability, self.batcher.services, doors)
-        self._door_ticks = Ticks(self.gateway.doors, ground.clock)
-        ground.do_every(DOOR_TICK_S, self._look_at_doors)
+        shedders = make_shedders(runtime.settings, runtime.models, self.broker.queue_stats)
+        for service in self.batcher.services if shedders else ():
+            let_see(shedders[service.name], [service])
+        self.gateway = GatewayHalf(runtime, self.broker, self.tasks, availability, self.batcher.services, shedders)
+        self._shedder_ticks = Ticks(self.gateway.shedders, runtime.clock)
+        runtime.do_every(SHEDDER_TICK_S, self._update_shedders)
         if self.gateway.credentials is not None:
-            watch_key_file(ground, self.gateway.credentials)
-        if self.gateway.seats is not None:
-            self.tasks.keep_result = self.gateway.seats.keep
-        ground.do_every(EXPIRY_TICK_S, self.expire)
+            watch_key_file(runtime, self.gateway.credentials)
+        if self.gateway.coalescer is not None:
+            self.tasks.keep_result = self.gateway.coalescer.keep
+        runtime.do_every(EXPIRY_TICK_S, self.expire)
         fill = FillWatch(tasks.stored_bytes_max)
-        ground.do_every(LOOK_S, lambda: fill.look(self.journal.unread_bytes, ground.clock()))
+        runtime.do_every(LOOK_S, lambda: fill.look(self.journal.unread_bytes, runtime.clock()))
         outbox = JournalOutbox(self.journal)
-        self.webhooks = start_webhooks(ground, outbox)
+        self.webhooks = start_webhooks(runtime, outbox)
         if self.webhooks is not None:
-            self.tasks.webhook_is_due = self.webhooks.ring
+            self.tasks.webhook_is_due = self.webhooks.notify
         await self.gateway.start(self.listening, self.check_ready)
         self.port = self.gateway.port
         await self.listen_for_operators(
@@ -88,7 +88,7 @@ class EmbeddedProcess(Process):
                 named,
                 tier_target_s=targets,
                 task_timeout_s=tasks.timeout_s,
-                clock=ground.clock,
+                clock=runtime.clock,
             ),
             outbox,
         )
@@ -102,7 +102,7 @@ class EmbeddedProcess(Process):
     async def drain(self) -> None:
         """Stop taking new work, finish the old, leave. Every step may rely on those before it."""
         logger.info("draining")
-        self.ground.draining = True  # readiness turns false
+        self.runtime.draining = True  # readiness turns false
         await self.gateway.stop_accepting()  # waiting tasks stay in the journal
         self.batcher.hurry()
         await self.gateway.drain()
@@ -110,20 +110,20 @@ class EmbeddedProcess(Process):
         await self.close()
         logger.info("drained")
 
-    def _look_at_doors(self) -> None:
-        tiers = len(self.ground.settings.tiers)
+    def _update_shedders(self) -> None:
+        tiers = len(self.runtime.settings.tiers)
         for service in self.batcher.services:
-            if (door := self.gateway.doors.get(service.name)) is not None:
-                learn_own(door, service, standings_of(self.broker.standing, service.name, tiers))
-        self._door_ticks.tick()
+            if (shedder := self.gateway.shedders.get(service.name)) is not None:
+                learn_own(shedder, service, stats_of_tiers(self.broker.queue_stats, service.name, tiers))
+        self._shedder_ticks.tick()
 
     def expire(self) -> None:
         """Look at the deadlines."""
-        self.gateway.expire(self.ground.clock())
+        self.gateway.expire(self.runtime.clock())
 
     def check_ready(self, answer: Callable[[str | None], None]) -> None:
         """Ready when an endpoint accepts a connection and this process does not drain; else the reason why not."""
-        if self.ground.draining:
+        if self.runtime.draining:
             answer("draining")
         else:
             self.batcher.try_endpoints(answer)
@@ -138,7 +138,7 @@ class EmbeddedProcess(Process):
 
     def snapshot(self) -> Snapshot:
         """What operators see."""
-        ground, batcher, broker, journal = self.ground, self.batcher, self.broker, self.journal
+        runtime, batcher, broker, journal = self.runtime, self.batcher, self.broker, self.journal
         states = batcher.states()
         problem = problem_of(
             (each.endpoint, each.problem)
@@ -148,7 +148,7 @@ class EmbeddedProcess(Process):
         )
         return Snapshot(
             health=Health(
-                status=ground.status_with(problem),
+                status=runtime.status_with(problem),
                 problem=problem or UNSET,
                 gpu_utilization=round(batcher.utilization(), 4),
                 queue_depth=broker.depth,
@@ -159,9 +159,9 @@ class EmbeddedProcess(Process):
                 OutcomeNumbers(
                     requests=broker.outcomes,
                     queue_wait_seconds=broker.waited,
-                    request_seconds=ground.by_tier_name(ground.seconds.by_tier.__getitem__),
-                    stage_seconds=ground.seconds.stages(),
-                    waiting=ground.by_tier_name(broker.depth_of_tier),
+                    request_seconds=runtime.by_tier_name(runtime.seconds.by_tier.__getitem__),
+                    stage_seconds=runtime.seconds.stages(),
+                    waiting=runtime.by_tier_name(broker.depth_of_tier),
                     dead_letters=journal.buried,
                     dead_letters_lost=journal.letters_lost,
                     dead_letters_kept=journal.counts.dead_letters,
@@ -176,11 +176,11 @@ class EmbeddedProcess(Process):
                     journal_commit_seconds=journal.writer.commit_seconds,
                     journal_commit_failures=journal.writer.commit_failures,
                     journal_disk_free_share=journal.writer.disk_free_share,
-                    journal_fill=journal.stored_bytes / ground.settings.tasks.stored_bytes_max,
+                    journal_fill=journal.stored_bytes / runtime.settings.tasks.stored_bytes_max,
                 ),
                 *describe_webhooks(self.webhooks),
                 *describe_tracking(self.tracking),
-                *self.ground.describe(),
+                *self.runtime.describe(),
             ),
             models=batcher.describe(),
         )

@@ -99,7 +99,7 @@ class FunctionCalls:
         if threads is None and not is_async(predict):
             threads = self._own_threads = ThreadPoolExecutor(concurrency, "carpool-batch")
         self._threads = threads
-        self._ring: Callable[[], None] | None = None
+        self._notify: Callable[[], None] | None = None
         # The event loop holds its tasks only weakly.
         self._running: set[asyncio.Task[None]] = set()
         self.outcomes: MemoryBroker | None = None
@@ -112,21 +112,21 @@ class FunctionCalls:
         """Calls that could start now."""
         return self._free
 
-    def free_apart(self) -> int:
-        """Nobody rides apart here."""
+    def free_for_quarantined(self) -> int:
+        """No owner is quarantined here."""
         return self._free
 
-    def is_apart_due(self) -> bool:
-        """Nobody rides apart here."""
+    def is_quarantined_due(self) -> bool:
+        """No owner is quarantined here."""
         return False
 
     def batch_max(self, lane: LaneQueue, max_batch: int) -> int:
         """The function takes whatever the settings say."""
         return max_batch
 
-    def when_slot_frees(self, ring: Callable[[], None]) -> None:
-        """Have `ring` called when a call has ended."""
-        self._ring = ring
+    def when_slot_frees(self, notify: Callable[[], None]) -> None:
+        """Have `notify` called when a call has ended."""
+        self._notify = notify
 
     def dispatch(self, batch: list[Request], ended: Callable[[float], None]) -> None:
         """Call the function with a batch, in the background."""
@@ -167,8 +167,8 @@ class FunctionCalls:
         except BaseException as failure:  # whatever it is, nobody waits for ever
             for request in batch:
                 self.outcomes.settle(request, Output(failure, facts))
-        if self._ring is not None:
-            self._ring()
+        if self._notify is not None:
+            self._notify()
         return seconds
 
     def _call_plainly(self, items: list[Any]) -> Any:
@@ -226,7 +226,7 @@ class Batcher(Generic[Item, Result]):
         self._max_batch_size = max_batch_size
         self._max_wait_ms = max_wait_ms
         self.concurrency = concurrency
-        self._policy = make_policy(policy, busy_share=0.75, fill_target=0.8)
+        self._policy = make_policy(policy, slots_busy_max_share=0.75, fill_target=0.8)
         self._waiting_max = waiting_max
         self._clock = clock
         self._numbers = count(1)

@@ -31,8 +31,8 @@ from carpool.upstream.fleet import Address, Endpoints, Fleet, MakeEndpoint
 from carpool.upstream.grpc_endpoint import GrpcEndpoint
 from carpool.upstream.health import BREAKERS, STATES, HasPages, HealthWatch, LoadSource, breaker_shown, state_of
 from carpool.upstream.load import LoadLimit
-from carpool.upstream.offenders import Offenders
-from carpool.upstream.pool import Member, Pool
+from carpool.upstream.pool import EndpointState, Pool
+from carpool.upstream.quarantine import Quarantine
 from carpool.upstream.same import merge_same
 from carpool.upstream.simulated import SimulatedEndpoint, parse_sim_url
 from carpool.upstream.tls import Credentials
@@ -50,10 +50,10 @@ RATE_WEIGHT = 0.5
 BREAKER_PAUSE_S_MAX = 4.0
 # How long a page that tells limits is waited for.
 INFO_TIMEOUT_S = 2.0
-OFFENDERS_SHOWN_MAX = 64
+QUARANTINED_SHOWN_MAX = 64
 # Between two attempts with `upstream.probe_input`.
 PROVE_S = 1.0
-# Over Redis: how much of offenders may wait in a batcher, in batches.
+# Over Redis: how much of quarantined owners may wait in a batcher, in batches.
 APART_BATCHES_MAX = 2
 
 # Looks at a request before it is admitted; raises an error of the tree.
@@ -102,7 +102,7 @@ class ModelFace:
         prepare: Prepare | None = self.prepare if looks else None
         limits = self._input
         if limits.input_bytes_max or limits.deny_patterns:
-            # At the door alone: what was let in once is not refused later because the rules have changed.
+            # On admission alone: what was let in once is not refused later because the rules have changed.
             policy = InputPolicy(limits.input_bytes_max, limits.deny_patterns)
             prepare = checked_first(policy, prepare)
         return ServedModel(
@@ -153,17 +153,17 @@ class SharedSlots:
         """Slots of the share that could take a batch now."""
         return max(0, min(self._pool.free(), self.total() - self._pool.busy()))
 
-    def free_apart(self) -> int:
-        """Slots of the share that could take a batch of offenders now."""
-        return min(self.free(), self._pool.free_apart())
+    def free_for_quarantined(self) -> int:
+        """Slots of the share that could take a batch of quarantined owners now."""
+        return min(self.free(), self._pool.free_for_quarantined())
 
-    def is_apart_due(self) -> bool:
-        """Whether offenders have waited so long that a batch of them goes before others."""
-        return self._pool.is_apart_due()
+    def is_quarantined_due(self) -> bool:
+        """Whether quarantined owners have waited so long that a batch of them goes before others."""
+        return self._pool.is_quarantined_due()
 
-    def when_slot_frees(self, ring: Callable[[], None]) -> None:
-        """Have `ring` called when a slot becomes free."""
-        self._pool.when_slot_frees(ring)
+    def when_slot_frees(self, notify: Callable[[], None]) -> None:
+        """Have `notify` called when a slot becomes free."""
+        self._pool.when_slot_frees(notify)
 
 
 class ModelService(ModelFace):
@@ -175,7 +175,7 @@ class ModelService(ModelFace):
         session: MakeSession,
         broker: MemoryBroker,
         dead_letters: DeadLetters,
-        offenders: Offenders,
+        quarantined: Quarantine,
         sharers: Callable[[], int] | None = None,
         others: OtherBatchers | None = None,
         traces: CallTraces | None = None,
@@ -198,7 +198,7 @@ class ModelService(ModelFace):
             backoff_s=upstream.backoff_ms / 1000,
             model=model.name,
             dead_letters=dead_letters,
-            offenders=offenders,
+            quarantined=quarantined,
             max_batch=self.largest_batch,
             others_waiting=self._others_waiting,
             all_waiting=self._all_waiting,
@@ -219,7 +219,9 @@ class ModelService(ModelFace):
             broker,
             self._slots,
             self.dispatcher,
-            make_policy(batching.policy, busy_share=batching.busy_share, fill_target=batching.fill_target),
+            make_policy(
+                batching.policy, slots_busy_max_share=batching.slots_busy_max_share, fill_target=batching.fill_target
+            ),
             max_batch=batching.max_batch,
             max_wait_s=batching.max_wait_ms / 1000,
             batch_bytes_max=batching.batch_bytes_max,
@@ -230,7 +232,7 @@ class ModelService(ModelFace):
         # For `prove`.
         self.probe_input = upstream.probe_input.encode()
         self._others = others
-        self.riders_apart = offenders
+        self.quarantine = quarantined
         # Kept by `measure`, once a second.
         self.rate = 0.0
         self.utilization = 0.0
@@ -241,9 +243,9 @@ class ModelService(ModelFace):
         """Who waits here, by lane."""
         return self._broker.lane_counts(self.name, self.pool.batch_max(self.loop.max_batch))
 
-    def owners_apart(self) -> set[tuple[str, str]]:
-        """Model and owner of the offenders whose requests wait, of all models of this process."""
-        return self._broker.owners_apart()
+    def quarantined_owners(self) -> set[tuple[str, str]]:
+        """Model and owner of the quarantined owners whose requests wait, of all models of this process."""
+        return self._broker.quarantined_owners()
 
     def _others_waiting(self) -> int:
         """Requests that could share a batch and wait for a slot; none while there is no room for their bytes."""
@@ -290,7 +292,7 @@ class ModelService(ModelFace):
         """The most bytes in a batch of several."""
         return self.loop.batch_bytes_max
 
-    def _limit_is_learned(self, member: Member) -> None:
+    def _limit_is_learned(self, member: EndpointState) -> None:
         logger.warning(
             "an endpoint takes %s inputs at once; no more are sent for a while",
             member.batch_limit.learned,
@@ -301,9 +303,9 @@ class ModelService(ModelFace):
         """Why a request that another process admitted is not taken up now; None if it is."""
         if self.pool.is_down or (self.pool.is_shut_to_some and self.pool.is_shut_to(request.owner)):
             return upstream_down(self.pool)
-        if self.riders_apart and (self.name, request.owner) in self.riders_apart:
-            apart_max = APART_BATCHES_MAX * self.largest_batch()
-            if self._broker.waiting_apart(self.name) >= apart_max:
+        if self.quarantine and (self.name, request.owner) in self.quarantine:
+            quarantined_max = APART_BATCHES_MAX * self.largest_batch()
+            if self._broker.waiting_quarantined(self.name) >= quarantined_max:
                 return QueueFull(
                     "the model refused many of your inputs, and more wait; try again soon", retry_after_s=1
                 )
@@ -367,7 +369,7 @@ class ModelService(ModelFace):
             healthy_slots=self.fleet.healthy_slots(),
             capacity_rps=round(self.capacity_rps(), 2),
             endpoints=self.fleet.endpoint_states(),
-            offenders=self.riders_apart.of_model(self.name)[:OFFENDERS_SHOWN_MAX],
+            quarantined=self.quarantine.of_model(self.name)[:QUARANTINED_SHOWN_MAX],
         )
 
     def mean_batch_size(self) -> float:
@@ -375,9 +377,9 @@ class ModelService(ModelFace):
         sizes = self.loop.batch_sizes
         return sizes.total / max(1, sum(sizes.counts))
 
-    def offenders_seen(self) -> list[str]:
+    def quarantined_here(self) -> list[str]:
         """The newest of those whom this process itself has found out."""
-        return self.riders_apart.seen_at(self.name)[-OFFENDERS_SHOWN_MAX:]
+        return self.quarantine.seen_at(self.name)[-QUARANTINED_SHOWN_MAX:]
 
     def measure(self, seconds: float) -> None:
         """Work out the rates of the last `seconds`."""
@@ -412,7 +414,7 @@ class ModelService(ModelFace):
                 "at-fault": isolation.poisoned,
                 "unresolved": isolation.unresolved,
             },
-            offenders=len(self.riders_apart.of_model(self.name)),
+            quarantined=len(self.quarantine.of_model(self.name)),
             slots={"busy": pool.busy(), "free": pool.free()},
             healthy_slots=self.fleet.healthy_slots(),
             capacity_rps=self.capacity_rps(),
@@ -488,7 +490,7 @@ def make_fleet(
             endpoints,
             clock,
             eject_share_max=upstream.eject_share_max,
-            isolation_share=upstream.isolation_share,
+            bisect_slot_share=upstream.bisect_slot_share,
             make_breaker=lambda: Breaker(upstream.breaker_failures, pause_s, max(pause_s, BREAKER_PAUSE_S_MAX)),
             make_load=lambda slots: LoadLimit(slots, upstream.load_latency_ratio),
             random_share=random_share,

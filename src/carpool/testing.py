@@ -18,25 +18,25 @@ from carpool.core.outcome import CallFacts, Outcome, Output
 from carpool.core.ports import Caller
 from carpool.core.request import Request, Waiter
 from carpool.upstream.endpoint import (
-    Answer,
     AttemptFailedError,
-    Call,
     ConnectionWasDeadError,
     DoubtfulAnswerError,
     NoAnswerError,
+    UpstreamCall,
+    UpstreamResponse,
 )
 from carpool.virtual_time import VirtualClock
 
 __all__ = [
     "ANYBODY",
-    "Answer",
     "AttemptFailedError",
-    "Call",
     "ConnectionWasDeadError",
     "DoubtfulAnswerError",
     "FakeClock",
     "FakeUpstream",
     "ReceivedCall",
+    "UpstreamCall",
+    "UpstreamResponse",
     "Witness",
     "echo",
     "inputs_of",
@@ -50,7 +50,7 @@ ANYBODY = Caller("192.0.2.1", 0)
 # The clock of virtual time, as a test sees it.
 FakeClock = VirtualClock
 # What a call meets: an answer, an exception to raise, or a function that makes the answer.
-Reaction = Answer | Exception | Callable[[Call], Answer]
+Reaction = UpstreamResponse | Exception | Callable[[UpstreamCall], UpstreamResponse]
 
 
 class _Body(msgspec.Struct):
@@ -63,7 +63,7 @@ _decode = msgspec.json.Decoder(_Body).decode
 class ReceivedCall(msgspec.Struct, frozen=True):
     """One call that a FakeUpstream got."""
 
-    call: Call
+    call: UpstreamCall
     timeout_s: float
     # The elements of the call's array, as the bytes they were.
     inputs: list[bytes]
@@ -102,7 +102,7 @@ class FakeUpstream:
         """Answer what was held."""
         self._open.set()
 
-    async def post(self, call: Call, timeout_s: float) -> Answer:
+    async def post(self, call: UpstreamCall, timeout_s: float) -> UpstreamResponse:
         """Do what the script says."""
         reaction, delay_s = self._script.popleft() if self._script else (echo, 0.0)
         self.calls.append(ReceivedCall(call, timeout_s, inputs_of(call)))
@@ -118,7 +118,7 @@ class FakeUpstream:
             self.in_flight -= 1
         if isinstance(reaction, Exception):
             raise reaction
-        return reaction if isinstance(reaction, Answer) else reaction(call)
+        return reaction if isinstance(reaction, UpstreamResponse) else reaction(call)
 
     async def accepts_connections(self) -> bool:
         """It can be reached."""
@@ -128,14 +128,14 @@ class FakeUpstream:
         """There is nothing to give up."""
 
 
-def inputs_of(call: Call) -> list[bytes]:
+def inputs_of(call: UpstreamCall) -> list[bytes]:
     """The elements of the array in a call of the plain JSON protocol."""
     return [bytes(raw) for raw in _decode(call.body).inputs]
 
 
-def echo(call: Call) -> Answer:
+def echo(call: UpstreamCall) -> UpstreamResponse:
     """Answer each input with itself."""
-    return Answer(200, b'{"outputs":[' + b",".join(inputs_of(call)) + b"]}")
+    return UpstreamResponse(200, b'{"outputs":[' + b",".join(inputs_of(call)) + b"]}")
 
 
 class Witness:

@@ -34,7 +34,7 @@ class Adapter(ABC):
         bytes_max: int = 1_000_000,
         lanes_max: int = 100,
         strict_order: bool = False,
-        trickle: float = 0.0,
+        min_share: float = 0.0,
     ) -> Broker:
         """A new, empty broker."""
 
@@ -123,20 +123,20 @@ class BrokerContract(ABC):
         return self.adapter.held(self.broker)
 
     def test_bytes_run_from_the_take_to_the_outcome(self) -> None:
-        rings: list[int] = []
-        self.broker.when_bytes_free("m", lambda: rings.append(self.broker.bytes_running("m")))
+        notifies: list[int] = []
+        self.broker.when_bytes_free("m", lambda: notifies.append(self.broker.bytes_running("m")))
         for name in "abcde":
             self.queued(name)  # of three bytes each
         assert self.broker.bytes_running("m") == 0
         first, second, third = self.take(3)
-        assert (self.broker.bytes_running("m"), self.broker.bytes_running("n"), rings) == (9, 0, [])
+        assert (self.broker.bytes_running("m"), self.broker.bytes_running("n"), notifies) == (9, 0, [])
         self.broker.settle(first, UpstreamFailed("down"))
         self.broker.settle_batch([second], [make_output(b"1")])
-        assert (self.broker.bytes_running("m"), rings) == (3, [6, 3])
+        assert (self.broker.bytes_running("m"), notifies) == (3, [6, 3])
         self.broker.settle(third, UpstreamFailed("late"))
-        assert (self.broker.bytes_running("m"), rings) == (0, [6, 3, 0])
+        assert (self.broker.bytes_running("m"), notifies) == (0, [6, 3, 0])
         assert self.broker.settle(first, UpstreamFailed("again")) is False
-        assert (self.broker.bytes_running("m"), rings) == (0, [6, 3, 0])
+        assert (self.broker.bytes_running("m"), notifies) == (0, [6, 3, 0])
         assert [request.id for request in self.take()] == ["d", "e"]
 
     # Waiting and leaving the queue.
@@ -189,7 +189,7 @@ class BrokerContract(ABC):
         assert self.take() == [enterprise, free]
 
     def test_with_strict_order_the_lowest_tier_gets_its_trickle(self) -> None:
-        self.broker = self.ready(strict_order=True, trickle=0.25)
+        self.broker = self.ready(strict_order=True, min_share=0.25)
         for number in range(60):
             self.queued(f"free {number}", tier=2)
             self.queued(f"enterprise {number}", tier=0)

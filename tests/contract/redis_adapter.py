@@ -8,7 +8,7 @@ the loop run until nothing is under way any more. Nothing of the two is replaced
 2. An outcome crosses Redis, so another object arrives than was sent. If the two are equal the suite gets its own one,
    which it knows by identity. Outputs cross as bytes.
 3. A refusal that only Redis can give comes after `submit` has returned. Here `submit` waits for it.
-4. The feed is asked for one lane, as the suite asks, and in place of its timers and bells: time stands still.
+4. The consumer is asked for one lane, as the suite asks, and in place of its timers and wakeups: time stands still.
 5. Redis counts milliseconds; the suite compares arrivals exactly. The adapter knows which is which.
 """
 
@@ -23,7 +23,7 @@ import msgspec
 from broker_contract import MODELS, TARGETS_S, Adapter
 
 from carpool.broker.memory import MemoryBroker
-from carpool.broker.redis.batcher.feed import Feed
+from carpool.broker.redis.batcher.consumer import Consumer
 from carpool.broker.redis.batcher.replies import ReplyWriter
 from carpool.broker.redis.client.address import parse_broker_url
 from carpool.broker.redis.client.link import OnReply, RedisFailure
@@ -31,9 +31,9 @@ from carpool.broker.redis.client.nodes import Nodes, Script
 from carpool.broker.redis.dead_letters.box import RedisDeadLetterBox
 from carpool.broker.redis.gateway.queue import RedisQueue
 from carpool.broker.redis.keys import Keys, lane_name, line_name
+from carpool.broker.redis.redis_ops import RedisOps
 from carpool.broker.redis.scripts import AUDIT
-from carpool.broker.redis.steps import Steps
-from carpool.broker.redis.terms import Budget, Taken
+from carpool.broker.redis.types import Budget, Taken
 from carpool.core.errors import CarpoolError
 from carpool.core.outcome import Outcome, Output
 from carpool.core.ports import Broker, LaneQueue
@@ -92,7 +92,7 @@ class WaitingLane:
         self.key = key
         self.waiting = 0
         self.waiting_bytes = 0  # not known here
-        self.is_apart = False
+        self.is_quarantined = False
         self.arrivals = 0
         self.batching_notes: Any = None
         self.first_arrival = inf
@@ -139,8 +139,8 @@ class SuiteModel:
         """The suite's inputs need nothing."""
 
 
-class LaneFeed(Feed):
-    """A feed whose budget is what the suite asks for: so many of one lane."""
+class LaneConsumer(Consumer):
+    """A consumer whose budget is what the suite asks for: so many of one lane."""
 
     _wanted: tuple[WaitingLane, int] | None = None
 
@@ -149,7 +149,7 @@ class LaneFeed(Feed):
         self._wanted = (lane, count)
         self.look_at_all()
 
-    def hear_bells(self) -> None:
+    def hear_wakeups(self) -> None:
         """Something was queued."""
         for view in self._views:
             view.barren_until = 0.0
@@ -158,7 +158,7 @@ class LaneFeed(Feed):
         if self._wanted is None:
             return []
         lane, count = self._wanted
-        room = count - sum(self._staged(lane.model).values())
+        room = count - sum(self._staged_by_lane(lane.model).values())
         return [Budget(lane.model, 0, count, {lane_name(lane.model, lane.key): room})] if room > 0 else []
 
     @property
@@ -202,7 +202,7 @@ class RedisBroker:
         bytes_max: int,
         lanes_max: int,
         strict_order: bool,
-        trickle: float,
+        min_share: float,
     ) -> None:
         self._runner = runner
         self._nodes = nodes
@@ -210,7 +210,7 @@ class RedisBroker:
         self._keys = Keys(f"contract-{secrets.token_hex(6)}", shards)
         gateway = secrets.token_hex(6).encode()
         self._stream = self._keys.replies(gateway)
-        steps = self._steps = Steps(nodes, self._keys, self._now_ms)
+        steps = self._steps = RedisOps(nodes, self._keys, self._now_ms)
         self._offsets_ms = {
             line_name(tier, is_task, is_over): STRICT_STEP_MS * tier if strict_order else round(target_s * 1000)
             for tier, target_s in enumerate(TARGETS_S)
@@ -236,7 +236,7 @@ class RedisBroker:
         )
         bounds = letter_bounds()
         self._replies = ReplyWriter(steps, b"batcher", clock, result_ttl_ms=60_000, letter_bounds=bounds)
-        self._feed = LaneFeed(
+        self._consumer = LaneConsumer(
             steps,
             b"batcher",
             self._local,
@@ -246,7 +246,7 @@ class RedisBroker:
             line_offsets_ms=self._offsets_ms,
             late_ms={line: 2000 for line in self._offsets_ms if line.startswith(b"o")},
             strict_order=strict_order,
-            trickle=trickle,
+            min_share=min_share,
             tier_target_s=TARGETS_S,
             letter_bounds=bounds,
             clock=clock,
@@ -288,7 +288,7 @@ class RedisBroker:
         lane = self._lanes.setdefault(name, WaitingLane(request.model, request.lane_key))
         lane.arrivals += 1
         lane.waiting += 1
-        self._feed.hear_bells()
+        self._consumer.hear_wakeups()
         self._arrived[request.model](lane)
         return None
 
@@ -329,7 +329,7 @@ class RedisBroker:
         self, lane: LaneQueue, count: int, now: float, bytes_max: float = inf, room_bytes: float = inf
     ) -> list[Request]:
         assert isinstance(lane, WaitingLane)
-        self._feed.look_for(lane, count)
+        self._consumer.look_for(lane, count)
         self._let_run()
         (*staged,) = self._local.lanes(lane.model)
         assert [each.key for each in staged] in ([], [lane.key]), "another lane was taken"
@@ -340,8 +340,8 @@ class RedisBroker:
     def bytes_running(self, model: str) -> int:
         return self._local.bytes_running(model)
 
-    def when_bytes_free(self, model: str, ring: Callable[[], None]) -> None:
-        self._local.when_bytes_free(model, ring)
+    def when_bytes_free(self, model: str, notify: Callable[[], None]) -> None:
+        self._local.when_bytes_free(model, notify)
 
     # For the adapter.
 
@@ -353,7 +353,7 @@ class RedisBroker:
 
     async def close(self) -> None:
         """Leave nothing behind."""
-        self._feed.close()
+        self._consumer.close()
         self.queue.close()
         for shard in self._keys.shards:
             await clear_shard(self._nodes, shard)
@@ -381,7 +381,7 @@ class RedisBroker:
         if self._nodes.outstanding or self.queue.flush.is_due or self._replies.flush.is_due:
             return False
         written = self._nodes.written.get(self._stream, b"0-0")
-        return self._feed.is_quiet and entry_key(self.queue.replies.last_seen) >= entry_key(written)
+        return self._consumer.is_quiet and entry_key(self.queue.replies.last_seen) >= entry_key(written)
 
     # Outcomes and lanes.
 
@@ -417,7 +417,7 @@ class RedisAdapter(Adapter):
         bytes_max: int = 1_000_000,
         lanes_max: int = 100,
         strict_order: bool = False,
-        trickle: float = 0.0,
+        min_share: float = 0.0,
     ) -> RedisBroker:
         async def make() -> RedisBroker:
             broker = RedisBroker(
@@ -429,7 +429,7 @@ class RedisAdapter(Adapter):
                 bytes_max=bytes_max,
                 lanes_max=lanes_max,
                 strict_order=strict_order,
-                trickle=trickle,
+                min_share=min_share,
             )
             self._brokers.append(broker)
             await until(lambda: broker.queue.mode == "redis")
@@ -442,7 +442,7 @@ class RedisAdapter(Adapter):
 
     def held(self, broker: Broker) -> tuple[int, int]:
         queue = cast(RedisBroker, broker).queue
-        return queue.parking.held, queue.parking.held_bytes
+        return queue.pending.held, queue.pending.held_bytes
 
     def clear(self) -> None:
         """Close the brokers that were made."""

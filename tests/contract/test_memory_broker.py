@@ -23,7 +23,7 @@ class MemoryAdapter(Adapter):
         bytes_max: int = 1_000_000,
         lanes_max: int = 100,
         strict_order: bool = False,
-        trickle: float = 0.0,
+        min_share: float = 0.0,
     ) -> MemoryBroker:
         return MemoryBroker(
             waiting_max=waiting_max,
@@ -31,7 +31,7 @@ class MemoryAdapter(Adapter):
             lanes_max=lanes_max,
             tiers=3,
             strict_order=strict_order,
-            trickle=trickle,
+            min_share=min_share,
             clock=clock,
         )
 

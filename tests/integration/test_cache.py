@@ -199,9 +199,9 @@ class TestOverRedis:
                 )
                 fleet = (await ask_once(gateway.admin_port, "GET", "/internal/fleet")).json
                 # Until it has heard of the batcher, the gateway knows no model.
-                offenders: list[str] = fleet["models"].get("default", {}).get("offenders", [])
+                quarantined: list[str] = fleet["models"].get("default", {}).get("quarantined", [])
                 # Calls with bad inputs alone may have closed the model for a moment.
-                return offenders == ["10.0.0.1"] and fine.status == 200
+                return quarantined == ["10.0.0.1"] and fine.status == 200
 
             await until(is_known)
             before = await lookups(gateway)

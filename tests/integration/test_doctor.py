@@ -9,7 +9,7 @@ import pytest
 import redis.asyncio
 
 from carpool.broker.redis.client.address import parse_broker_url
-from carpool.broker.redis.fleet.view import Beat, ModelBeat, encode_beat
+from carpool.broker.redis.fleet.view import Heartbeat, ModelHeartbeat, encode_heartbeat
 from carpool.broker.redis.keys import GROUP, Keys, Shard
 from carpool.core.finding import Finding
 from carpool.tools.doctor import Doctor
@@ -42,10 +42,12 @@ async def queue(client: redis.asyncio.Redis, shard: Shard, entries: int, *, held
     await client.hset(shard.counts.decode(), mapping={"held": count, "unread": count})
 
 
-async def beat(client: redis.asyncio.Redis, key: bytes, name: str, *models: str, age_ms: int = 0) -> None:
+async def heartbeat(client: redis.asyncio.Redis, key: bytes, name: str, *models: str, age_ms: int = 0) -> None:
     seconds, micros = await client.time()
     stamp = int(seconds) * 1000 + int(micros) // 1000 - age_ms
-    said = encode_beat(Beat("ok", models={model: ModelBeat(slots=1) for model in models}), with_models=bool(models))
+    said = encode_heartbeat(
+        Heartbeat("ok", models={model: ModelHeartbeat(slots=1) for model in models}), with_models=bool(models)
+    )
     await client.hset(key.decode(), name, b"%d %b" % (stamp, said))
 
 
@@ -57,8 +59,8 @@ async def snapshot(client: redis.asyncio.Redis, keys: Keys) -> dict[bytes, bytes
 async def test_a_deployment_in_order(tmp_path: Path, keys: Keys) -> None:
     args = ("--appendonly", "yes", "--appendfsync", "always", "--maxmemory", "100mb")
     async with running_redis(tmp_path, *args) as server, server.client() as client:
-        await beat(client, keys.gateways, "g")
-        await beat(client, keys.batchers, "b", "m")
+        await heartbeat(client, keys.gateways, "g")
+        await heartbeat(client, keys.batchers, "b", "m")
         await queue(client, keys.shards[3], 4)
         await client.xadd(keys.replies(b"g"), {b"hello": b""})
         found = await examine(server.url, keys)
@@ -105,9 +107,9 @@ async def test_what_is_wrong_with_a_queue(redis_server: RedisServer, keys: Keys)
         assert found["dead letters"].says == "1 kept, 0.0 MiB"
         assert await snapshot(client, keys) == before, "looking changes nothing"
 
-        await beat(client, keys.batchers, "b", "other")
+        await heartbeat(client, keys.batchers, "b", "other")
         assert (await examine(redis_server.url, keys))["waiting"].level == "problem"
-        await beat(client, keys.batchers, "b", "m")
+        await heartbeat(client, keys.batchers, "b", "m")
         assert (await examine(redis_server.url, keys))["waiting"].level == "ok"
 
 
@@ -124,7 +126,7 @@ async def test_groups(redis_server: RedisServer, keys: Keys) -> None:
         found = await examine(redis_server.url, keys, lease_ms=-60_000)
         assert found["groups"].level == "problem"
         assert found["groups"].says.startswith("2 requests of batchers that are gone")
-        await beat(client, keys.batchers, "gone", "m")
+        await heartbeat(client, keys.batchers, "gone", "m")
         assert (await examine(redis_server.url, keys, lease_ms=-60_000))["groups"].says.endswith("theirs")
         await client.xgroup_destroy(stream, GROUP)
         found = await examine(redis_server.url, keys)
@@ -138,8 +140,8 @@ async def test_mending_removes_orphans_and_counts_again_and_nothing_else(redis_s
         await client.xadd(keys.shards[6].stream(LANE), {b"header": b"value"})
         await client.zadd(keys.shards[5].letters.decode(), {"17": 17})
         await client.hset(keys.shards[5].letter_bodies.decode(), "17", "letter")
-        await beat(client, keys.gateways, "lives")
-        await beat(client, keys.gateways, "silent", age_ms=30_000)
+        await heartbeat(client, keys.gateways, "lives")
+        await heartbeat(client, keys.gateways, "silent", age_ms=30_000)
         for gateway in (b"lives", b"silent", b"gone", b"gone-too"):
             await client.xadd(keys.replies(gateway), {b"hello": b""})
         await client.expire(keys.replies(b"gone-too"), 60)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from carpool.upstream.client import HttpEndpoint, make_session
-from carpool.upstream.endpoint import AttemptFailedError, Call
+from carpool.upstream.endpoint import AttemptFailedError, UpstreamCall
 from support.client import ask_once, inference_body
 from support.processes import carpool, running_gateway, until
 from support.stage import Broker, stage
@@ -63,7 +63,7 @@ async def test_what_the_api_does_is_said_and_nobody_is_blamed(tmp_path: Path, st
         assert ("texts" in problem) == (status == 422)
         fleet = await on.gateway.fleet()
         assert fleet["endpoints"][0]["state"] != "healthy" and problem.endswith(fleet["endpoints"][0]["problem"])
-        assert fleet["offenders"] == [] and await on.gateway.dead_letters() == 0
+        assert fleet["quarantined"] == [] and await on.gateway.dead_letters() == 0
         said = [line for line in on.batcher.log_messages("warning") if "no call well so far" in line]
         assert len(said) == 1 and said[0].startswith(upstream.url) and f"it answered {status}" in said[0]
         admin = ("--admin", f"http://127.0.0.1:{on.gateway.admin_port}")
@@ -179,7 +179,7 @@ async def test_why_there_is_no_answer_is_said_in_words(url: str, says: str) -> N
         made = HttpEndpoint(session, url.replace("PLAIN", str(plain.sockets[0].getsockname()[1])), 1, 1024)
         try:
             with pytest.raises(AttemptFailedError) as failed:
-                await made.post(Call(b'{"inputs":["x"]}'), 30.0)
+                await made.post(UpstreamCall(b'{"inputs":["x"]}'), 30.0)
         finally:
             await made.close()
         assert says in str(failed.value)

@@ -12,7 +12,7 @@ import grpc
 import pytest
 
 from carpool.testing import FakeClock
-from carpool.upstream.endpoint import Answer, AttemptFailedError, Call
+from carpool.upstream.endpoint import AttemptFailedError, UpstreamCall, UpstreamResponse
 from carpool.upstream.grpc_endpoint import GrpcEndpoint
 from carpool.upstream.tls import LOOK_EVERY_S, UpstreamSecurity
 from support.certificates import Certificates
@@ -115,8 +115,8 @@ class Rotation:
         url = f"grpcs://127.0.0.1:{self.upstream.port}"
         self.endpoint = GrpcEndpoint(url, 4, 1 << 20, self.files.security, self.clock)
 
-    async def call(self) -> Answer:
-        return await self.endpoint.post(Call(b""), PATIENCE_S)
+    async def call(self) -> UpstreamResponse:
+        return await self.endpoint.post(UpstreamCall(b""), PATIENCE_S)
 
 
 @pytest.fixture

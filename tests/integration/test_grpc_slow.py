@@ -8,7 +8,7 @@ from pathlib import Path
 
 import grpc
 
-from carpool.face.grpc.call import Answer, Call, Method, Problems
+from carpool.face.grpc.call import GrpcCall, GrpcResult, Method, Problems
 from carpool.face.grpc.server import GrpcLimits, GrpcServer
 from carpool.face.grpc.slow import SWEEP_S
 from carpool.face.http.connection import UNREAD_BYTES_MIN
@@ -32,17 +32,17 @@ class Echo:
         }
         self.is_later, self.given_up = asyncio.Event(), asyncio.Event()
 
-    async def once(self, call: Call) -> Answer:
+    async def once(self, call: GrpcCall) -> GrpcResult:
         return await call.read()
 
-    async def much(self, call: Call) -> Answer:
+    async def much(self, call: GrpcCall) -> GrpcResult:
         return await call.read() * UNREAD_BYTES_MIN
 
-    async def later(self, call: Call) -> Answer:
+    async def later(self, call: GrpcCall) -> GrpcResult:
         await self.is_later.wait()
         return await call.read()
 
-    async def ever(self, call: Call) -> None:
+    async def ever(self, call: GrpcCall) -> None:
         call.when_unread = self.given_up.set
         message = await call.read()
         while True:

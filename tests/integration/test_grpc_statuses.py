@@ -6,7 +6,7 @@ import grpc
 import pytest
 
 from carpool.core.errors import InputRefused, RateLimited
-from carpool.face.grpc.call import Answer, Call, Method, Problems
+from carpool.face.grpc.call import GrpcCall, GrpcResult, Method, Problems
 from carpool.face.grpc.server import GrpcLimits, GrpcServer
 from support.grpc_client import Refusal
 from support.processes import PATIENCE_S
@@ -21,11 +21,11 @@ class Wrong:
         self.methods: Mapping[str, Method] = {"Input": Method(self.input), "Rate": Method(self.rate)}
         self.ids: list[str] = []
 
-    async def input(self, call: Call) -> Answer:
+    async def input(self, call: GrpcCall) -> GrpcResult:
         self.ids.append(call.request_id())
         raise InputRefused("é" * 4000)
 
-    async def rate(self, call: Call) -> Answer:
+    async def rate(self, call: GrpcCall) -> GrpcResult:
         return RateLimited("names, " * 3000, header_lines=b"RateLimit: x\r\n", retry_after_s=1)
 
     def drain(self) -> None:

@@ -15,7 +15,7 @@ from hypothesis import settings
 from carpool.core.dead_letter import Replayed, ReplayReport
 from carpool.core.problem import Problem
 from carpool.core.snapshot import FleetState, Health
-from carpool.core.story import RequestState
+from carpool.core.timeline import RequestState
 from carpool.face.http.answers import (
     InferenceAnswer,
     PredictAnswer,

@@ -15,13 +15,13 @@ from carpool.broker.redis.client.link import RedisFailure
 from carpool.broker.redis.client.nodes import Nodes
 from carpool.broker.redis.gateway.rates import RedisRateBudget
 from carpool.broker.redis.keys import Keys
-from carpool.broker.redis.steps import TICKS_A_SECOND, Steps
+from carpool.broker.redis.redis_ops import TICKS_A_SECOND, RedisOps
 from carpool.core.clock import monotonic
 from carpool.core.ports import RateAsk, RateTold
 from support.client import Connection, Response, ask_once, inference_body
 from support.gateway import HeldGpu
 from support.processes import GatewayProcess, running_gateway, running_role, until
-from support.rates import BucketModel, Door, limited
+from support.rates import BucketModel, LoadShedder, limited
 from support.redis_nodes import connected
 from support.redis_servers import RedisCluster, RedisServer, running_redis
 
@@ -33,7 +33,7 @@ def new_keys() -> Keys:
     return Keys("test-" + secrets.token_hex(6))
 
 
-async def ask(steps: Steps, gateway: bytes, question: RateAsk) -> RateTold:
+async def ask(steps: RedisOps, gateway: bytes, question: RateAsk) -> RateTold:
     """One step."""
     told: asyncio.Future[list[RateTold] | RedisFailure] = asyncio.get_running_loop().create_future()
     steps.ask_rates(steps.keys.shard_of_owner(question.owner), gateway, [question], told.set_result)
@@ -61,7 +61,7 @@ class TestScript:
         async with connected(redis_server.url) as nodes:
             for seed in range(40):
                 random, model = Random(seed), BucketModel()
-                steps = Steps(nodes, new_keys(), now_ms=told_ms)
+                steps = RedisOps(nodes, new_keys(), now_ms=told_ms)
                 per_minute, burst = random.choice([7, 60, 999, 1000, 60_000]), random.choice([1, 10, 100])
                 now_ms = START_MS + random.randint(0, 10**9)
                 for number in range(30):
@@ -73,7 +73,7 @@ class TestScript:
 
     async def test_time_is_that_of_redis(self, redis_server: RedisServer) -> None:
         async with connected(redis_server.url) as nodes:
-            steps = Steps(nodes, new_keys())
+            steps = RedisOps(nodes, new_keys())
             question = RateAsk("o", 60, 5, 0, 0, 0, 5, 0)
             assert (await ask(steps, b"g", question)).granted == 5
             told = await ask(steps, b"g", question)
@@ -82,7 +82,7 @@ class TestScript:
 
     async def test_a_key_goes_when_its_bucket_is_full(self, redis_server: RedisServer) -> None:
         async with connected(redis_server.url) as nodes:
-            steps = Steps(nodes, new_keys())
+            steps = RedisOps(nodes, new_keys())
             await ask(steps, b"g", RateAsk("o", 600, 5, 9, 0, 0, 5, 3))
             shard = steps.keys.shard_of_owner("o")
             left_ms = await nodes.ask(shard.slot, b"PTTL", shard.rate("o"))
@@ -91,9 +91,9 @@ class TestScript:
     async def test_on_a_cluster(self, redis_cluster: RedisCluster) -> None:
         async with connected(redis_cluster.url) as nodes:
             limits = SharedLimits(
-                RedisRateBudget(Steps(nodes, new_keys()), b"g"), is_reachable=lambda: True, sharers=lambda: 1
+                RedisRateBudget(RedisOps(nodes, new_keys()), b"g"), is_reachable=lambda: True, sharers=lambda: 1
             )
-            door = Door(monotonic)
+            door = LoadShedder(monotonic)
             for number in range(50):
                 door.knock(limits, limited(60, owner=f"owner {number}"))
             await until(lambda: not door.waiting)
@@ -106,10 +106,10 @@ class Gateways:
 
     def __init__(self, nodes: Nodes, number: int) -> None:
         keys = new_keys()
-        self.door = Door(monotonic)
+        self.door = LoadShedder(monotonic)
         self.all = [
             SharedLimits(
-                RedisRateBudget(Steps(nodes, keys), b"g%d" % each), is_reachable=lambda: True, sharers=lambda: number
+                RedisRateBudget(RedisOps(nodes, keys), b"g%d" % each), is_reachable=lambda: True, sharers=lambda: number
             )
             for each in range(number)
         ]

@@ -22,11 +22,11 @@ import pytest_asyncio
 from carpool.broker.redis.client.address import parse_broker_url
 from carpool.broker.redis.client.nodes import Nodes
 from carpool.broker.redis.fleet.registry import Registry
-from carpool.broker.redis.fleet.view import Beat, ModelBeat
+from carpool.broker.redis.fleet.view import Heartbeat, ModelHeartbeat
 from carpool.broker.redis.gateway.queue import RedisQueue
 from carpool.broker.redis.keys import Keys
+from carpool.broker.redis.redis_ops import RedisOps
 from carpool.broker.redis.scripts import AUDIT
-from carpool.broker.redis.steps import Steps
 from carpool.core.clock import monotonic
 from carpool.core.outcome import Output
 from carpool.testing import Witness, make_request
@@ -343,7 +343,7 @@ async def test_who_pays_goes_first_wherever_it_waits(workshop: Workshop) -> None
             await until(lambda: workshop.holds(2 * MAX_BATCH + 1, 1))
             queue_request(queue, witness, "enterprise", tier=0)
             await until(lambda: workshop.holds(2 * MAX_BATCH + 2, 1))
-        await until(lambda: queue.parking.held == 0)
+        await until(lambda: queue.pending.held == 0)
     workshop.gpu.when_called = lambda inputs: None
     assert "enterprise" in batches[1]
     assert all(isinstance(told, Output) for (told,) in witness.told.values())
@@ -355,7 +355,7 @@ async def gateway_half(workshop: Workshop) -> AsyncIterator[tuple[RedisQueue, Wi
     nodes = Nodes(parse_broker_url(workshop.server.url), changed=lambda: queues[0].nodes_changed())
     bounds: dict[str, Any] = {"waiting_max": 10_000, "bytes_max": 10**9, "lanes_max": 100, "models": ["default"]}
     offsets_ms = {b"s0": 50, b"s2": 500}
-    queue = RedisQueue(Steps(nodes, workshop.keys), b"half", line_offsets_ms=offsets_ms, **bounds)
+    queue = RedisQueue(RedisOps(nodes, workshop.keys), b"half", line_offsets_ms=offsets_ms, **bounds)
     queues.append(queue)
     nodes.start()
     try:
@@ -494,7 +494,7 @@ async def idle_batcher(url: str, namespace: str, shards: int) -> AsyncIterator[N
     """The heartbeat of a batcher that takes nothing: with none alive for 3 s, all are refused for that."""
     nodes = Nodes(parse_broker_url(url))
     nodes.start()
-    said = Beat("ok", models={"default": ModelBeat(slots=1, healthy_slots=1)})
+    said = Heartbeat("ok", models={"default": ModelHeartbeat(slots=1, healthy_slots=1)})
     registry = Registry(nodes, Keys(namespace, shards), name=b"idle", role="batcher", describe=lambda: said)
     registry.start()
     try:

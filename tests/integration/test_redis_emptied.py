@@ -23,7 +23,7 @@ async def halves(tmp_path: Path) -> AsyncIterator[Halves]:
 def serve(batcher: Batcher) -> None:
     batcher.model.free = 100
     batcher.serve()
-    batcher.feed.ring()
+    batcher.consumer.notify()
 
 
 async def all_are_served(gateway: Gateway, names: set[str]) -> None:
@@ -60,7 +60,7 @@ async def test_what_waits_when_redis_comes_back_empty_is_queued_again(halves: Ha
     gateway = await halves.gateway()
     gateway.submit("one", "two")
     await halves.until_entries(2)
-    await until(lambda: all(gateway.queue.place_of(each) for each in gateway.queue.parking.requests()))
+    await until(lambda: all(gateway.queue.place_of(each) for each in gateway.queue.pending.requests()))
     halves.server.kill()
     await gateway.until_mode("down")
     halves.server.launch()

@@ -59,7 +59,7 @@ async def queued(halves: Halves, gateway: Gateway, *names: str, **options: Any) 
     before = await halves.number_of_entries()
     gateway.submit(*names, **options)
     await halves.until_entries(before + len(names))
-    await until(lambda: all(request.held_by.entry_ids for request in gateway.queue.parking.requests()))
+    await until(lambda: all(request.held_by.entry_ids for request in gateway.queue.pending.requests()))
 
 
 class TestConnections:
@@ -75,7 +75,7 @@ class TestConnections:
         batcher.serve()
         told = await gateway.until_told(len(NAMES))
         assert all(isinstance(outcome, Output) for outcome in told.values())
-        assert (gateway.queue.sent_again, gateway.queue.parking.late_outcomes, gateway.queue.parking.held) == (0, 0, 0)
+        assert (gateway.queue.sent_again, gateway.queue.pending.late_outcomes, gateway.queue.pending.held) == (0, 0, 0)
         await own_halves.until_entries(0)
 
     async def test_nothing_piles_up_while_redis_is_away(self, own_halves: Halves) -> None:
@@ -85,7 +85,7 @@ class TestConnections:
         own_halves.server.kill()
         await gateway.until_mode("down")
         await asyncio.sleep(OUTAGE_S)
-        assert (gateway.queue.parking.held, gateway.queue.to_withdraw) == (len(NAMES), 0)
+        assert (gateway.queue.pending.held, gateway.queue.to_withdraw) == (len(NAMES), 0)
 
     async def test_what_is_handed_on_is_withdrawn(self, own_halves: Halves) -> None:
         """Only the reader of replies is lost: the entries would be done here and by a batcher."""
@@ -132,7 +132,7 @@ class TestConnections:
         await queued(own_halves, gateway, *NAMES)
         await own_halves.cut()
         await gateway.until_mode("down")
-        leaver = gateway.queue.parking.requests()[0]
+        leaver = gateway.queue.pending.requests()[0]
         gateway.queue.cancel(leaver)
         await gateway.until_mode("redis")
         await own_halves.until_entries(len(NAMES) - 1)
@@ -154,7 +154,7 @@ class TestConnections:
     async def test_who_leaves_or_is_late_after_it_was_handed_on(self, own_halves: Halves) -> None:
         gateway = await own_halves.gateway(with_upstream=True)
         await queued(own_halves, gateway, "leaves", "late", "stays")
-        leaver, late, _ = gateway.queue.parking.requests()
+        leaver, late, _ = gateway.queue.pending.requests()
         await own_halves.cut(READER)
         await gateway.until_mode("direct")
         local = gateway.local
@@ -167,7 +167,7 @@ class TestConnections:
         gateway.queue.reply_came(reply_to(1))  # from a batcher that had it
         told = {name: type(outcome) for name, outcome in gateway.outcomes().items()}
         assert told == {"leaves": ClientLeft, "late": DeadlineExceeded}
-        assert (local.held, gateway.queue.parking.held, gateway.queue.parking.late_outcomes) == (1, 0, 1)
+        assert (local.held, gateway.queue.pending.held, gateway.queue.pending.late_outcomes) == (1, 0, 1)
 
     async def test_a_client_that_leaves_while_redis_hangs(self, tmp_path: Path) -> None:
         """Nobody knows yet that its shard is away: Redis dies before it reads what it is asked."""
@@ -178,7 +178,7 @@ class TestConnections:
             gateway = await halves.gateway()
             await queued(halves, gateway, *NAMES)
             server.stop()
-            leaver = gateway.queue.parking.requests()[0]
+            leaver = gateway.queue.pending.requests()[0]
             gateway.queue.cancel(leaver)
             await gateway.until_mode("down")
             server.kill()
@@ -194,13 +194,13 @@ class TestConnections:
         own_halves.server.stop()
         while gateway.nodes.has_room(0, 100):
             gateway.nodes.send(0, ignore, b"ECHO", b"x" * 1000 if gateway.nodes.has_room(0, 1100) else b"x")
-        leaver = gateway.queue.parking.requests()[0]
+        leaver = gateway.queue.pending.requests()[0]
         gateway.queue.cancel(leaver)
         await until(lambda: gateway.nodes.runs["cancel"] == 1)
         await asyncio.sleep(0.01)
         own_halves.server.go_on()
         await own_halves.until_entries(1)
-        assert (gateway.queue.mode, gateway.queue.parking.held) == ("redis", 1)
+        assert (gateway.queue.mode, gateway.queue.pending.held) == ("redis", 1)
 
     async def test_a_reader_comes_back_without_memory(self, own_halves: Halves) -> None:
         """It could not say hello, and gave up although its stream was there."""
@@ -213,7 +213,7 @@ class TestConnections:
         await gateway.until_mode("redis")
         await until(lambda: batcher.nodes.is_up(0))
         batcher.serve()
-        batcher.feed.start()
+        batcher.consumer.start()
         assert isinstance((await gateway.until_told(1))["r"], Output)
 
 
@@ -262,7 +262,7 @@ class TestQueueing:
         async with open_halves(redis_server, shards=2) as halves:
             gateway = await halves.gateway()
             await queued(halves, gateway, "r")
-            (entry,), (request,) = await halves.entries(), gateway.queue.parking.requests()
+            (entry,), (request,) = await halves.entries(), gateway.queue.pending.requests()
             monkeypatch.setattr(gateway.nodes, "is_up", lambda slot: slot != entry.shard.slot)
             gateway.queue.nodes_changed()
             gateway.queue.reply_came(reply_to(request.number))
@@ -331,7 +331,7 @@ class TestQueueing:
         gateway = await halves.gateway(waiting_max=bound)
         for number in range(bound):
             await queued(halves, gateway, f"r{number}")
-        for request in gateway.queue.parking.requests():
+        for request in gateway.queue.pending.requests():
             gateway.queue.cancel(request)
         await halves.until_entries(0)
         await queued(halves, gateway, "tells")
@@ -366,7 +366,7 @@ class TestWhoLeaves:
         gateway.nodes.let_replies_come()
         await halves.until_entries(1)
         assert [entry.request_id for entry in await halves.entries()] == ["stays"]
-        assert gateway.queue.parking.held == 1
+        assert gateway.queue.pending.held == 1
 
     async def test_its_time_in_the_queue_is_over_before_the_id_is_known(self, halves: Halves) -> None:
         gateway = await halves.informed_gateway()
@@ -387,11 +387,11 @@ class TestWhoLeaves:
         await batcher.until_staged(1)
         batcher.answer(batcher.start_batch())
         gateway.queue.cancel(leaves)
-        await until(lambda: gateway.queue.parking.late_outcomes == 1)
+        await until(lambda: gateway.queue.pending.late_outcomes == 1)
         assert isinstance((await gateway.until_told(1))["leaves"], ClientLeft)
         await batcher.until_confirmed()
         await halves.until_entries(0)
-        assert await halves.counted_entries() == batcher.broker.held == gateway.queue.parking.held == 0
+        assert await halves.counted_entries() == batcher.broker.held == gateway.queue.pending.held == 0
 
 
 class TestReplies:
@@ -406,7 +406,7 @@ class TestReplies:
         gateway.nodes.let_replies_come()
         await gateway.nodes.ask(0, b"PING")
         assert gateway.nodes.runs["cancel"] == 0  # nothing is left to withdraw
-        assert await halves.number_of_entries() == gateway.queue.parking.held == 0
+        assert await halves.number_of_entries() == gateway.queue.pending.held == 0
 
     async def test_what_comes_twice_or_late_is_counted_and_dropped(self, halves: Halves) -> None:
         gateway = await halves.gateway()
@@ -419,8 +419,8 @@ class TestReplies:
         gateway.queue.reply_came(reply_to(second.number))
         told = gateway.outcomes()
         assert [type(told[name]) for name in ("first", "second")] == [Output, UpstreamFailed]
-        assert (gateway.queue.parking.late_outcomes, gateway.queue.parking.held) == (3, 0)
-        assert gateway.queue.parking.outcomes == {"ok": 1, UpstreamFailed.code: 1}
+        assert (gateway.queue.pending.late_outcomes, gateway.queue.pending.held) == (3, 0)
+        assert gateway.queue.pending.outcomes == {"ok": 1, UpstreamFailed.code: 1}
 
     async def test_an_outcome_that_redis_does_not_take_is_given_up_when_nobody_can_wait(self, halves: Halves) -> None:
         gateway, batcher = await halves.gateway(), await halves.batcher()
@@ -443,7 +443,7 @@ class TestReplies:
 
         gateway = await halves.gateway(task_finished=refuse)
         await queued(halves, gateway, "r")
-        (request,) = gateway.queue.parking.requests()
+        (request,) = gateway.queue.pending.requests()
         stream = halves.keys.replies(b"g1")
         finished = Reply(finished=["task"])
         async with halves.client.pipeline() as together:  # both are read at once

@@ -19,13 +19,13 @@ from carpool.broker.redis.client.link import (
     TICKS_PER_TIMEOUT,
     Command,
     CommandLink,
-    Entry,
     Link,
     Lost,
     NoRoom,
     NotSent,
     RedisFailure,
     Refused,
+    SentCommand,
 )
 from carpool.broker.redis.client.nodes import Nodes, parse_redirection
 from carpool.broker.redis.client.topology import SlotRange, parse_slots
@@ -97,7 +97,7 @@ class OneLink:
     def request(self, *command: bytes | int | str) -> None:
         self.link.request(self.replies.append, command)
 
-    def _refused(self, link: CommandLink, entry: Entry, refusal: Refused) -> None:
+    def _refused(self, link: CommandLink, entry: SentCommand, refusal: Refused) -> None:
         entry[0](refusal)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from carpool.broker.redis.client.nodes import Nodes
 from carpool.broker.redis.fleet.registry import Registry
-from carpool.broker.redis.fleet.view import Beat, EndpointBeat, ModelBeat, fleet_state
+from carpool.broker.redis.fleet.view import EndpointHeartbeat, Heartbeat, ModelHeartbeat, fleet_state
 from carpool.broker.redis.keys import Keys
 from carpool.core.names import Role
 from support.processes import until
@@ -27,10 +27,10 @@ def keys() -> Keys:
     return Keys("test-" + secrets.token_hex(6))
 
 
-def description(healthy_slots: int = 4) -> Beat:
-    endpoint = EndpointBeat("http://gpu:9000/infer", "healthy", in_flight=1, limit=4, slots=4, breaker="closed")
-    model = ModelBeat(slots=4, healthy_slots=healthy_slots, capacity_rps=10.0, endpoints=(endpoint,))
-    return Beat("ok", rate=3.0, models={"m": model})
+def description(healthy_slots: int = 4) -> Heartbeat:
+    endpoint = EndpointHeartbeat("http://gpu:9000/infer", "healthy", in_flight=1, limit=4, slots=4, breaker="closed")
+    model = ModelHeartbeat(slots=4, healthy_slots=healthy_slots, capacity_rps=10.0, endpoints=(endpoint,))
+    return Heartbeat("ok", rate=3.0, models={"m": model})
 
 
 def registry(
@@ -38,7 +38,7 @@ def registry(
     keys: Keys,
     name: bytes,
     role: Role,
-    said: Beat | None = None,
+    said: Heartbeat | None = None,
     **options: Any,
 ) -> Registry:
     said = description() if said is None else said
@@ -133,9 +133,9 @@ async def test_a_change_is_told_without_waiting(redis_server: RedisServer, keys:
         one.start()
         await until(lambda: live(one) == ([], ["b"]))
         said.append(msgspec.structs.replace(said[-1], status="draining"))
-        one.beat()
+        one.heartbeat()
         said.append(msgspec.structs.replace(description(healthy_slots=2), status="draining"))
-        one.beat()  # while the first one is under way
+        one.heartbeat()  # while the first one is under way
         await until(lambda: one.view.healthy_slots("m") == 2)
         assert one.view.batchers[0].status == "draining"
         one.close()

@@ -13,7 +13,7 @@ import pytest
 from carpool.broker.redis.formats import KeptResult, encode_result
 from carpool.broker.redis.gateway.results import ENTRY_BYTES, LEAVING_BYTES_MAX, RedisResults
 from carpool.broker.redis.keys import Keys
-from carpool.broker.redis.steps import Steps
+from carpool.broker.redis.redis_ops import RedisOps
 from carpool.core.outcome import CallFacts, Output
 from carpool.testing import make_output
 from support.processes import PATIENCE_S, until
@@ -29,7 +29,7 @@ async def results_in(server: Any, namespace: str, **options: Any) -> AsyncIterat
         keys = Keys(namespace, options.pop("shards", 16))
         await until(lambda: all(nodes.is_up(shard.slot) for shard in keys.shards))
         results = RedisResults(
-            Steps(nodes, keys), **{"bytes_max": 10**6, "ttl_s": 60.0, "look_s_max": PATIENCE_S, **options}
+            RedisOps(nodes, keys), **{"bytes_max": 10**6, "ttl_s": 60.0, "look_s_max": PATIENCE_S, **options}
         )
         await find(results, b"-" * 32)  # now it knows Redis's clock, and what is written is
         yield results

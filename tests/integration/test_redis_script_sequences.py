@@ -25,8 +25,8 @@ INPUT_BYTES_MAX, STORED_BYTES_MAX = 4000, 8000
 LETTERS_MAX, LETTER_BYTES_MAX = 6, 300
 
 fields = st.tuples(st.sampled_from(sorted(LANES)), st.sampled_from(sorted(OFFSETS))).map(":".join)
-rooms = st.dictionaries(st.sampled_from(["a", "b"]), st.integers(1, 3), max_size=2)
-budgets = st.builds(Budget, st.integers(0, 3), st.integers(1, 5), rooms)
+headroom = st.dictionaries(st.sampled_from(["a", "b"]), st.integers(1, 3), max_size=2)
+budgets = st.builds(Budget, st.integers(0, 3), st.integers(1, 5), headroom)
 batchers = st.sampled_from(BATCHERS)
 choices = st.lists(st.integers(0, 10_000), max_size=6)
 
@@ -208,7 +208,7 @@ class ShardMachine(RuleBasedStateMachine):
                 at, sequence = map(int, entry_id.split("-"))
                 lanes.setdefault(lane, []).append((at + OFFSETS[line], sequence, field, entry_id))
         queues = {lane: sorted(queue) for lane, queue in lanes.items()}
-        open_rooms = {lane: room for budget in of.values() for lane, room in budget.rooms.items()}
+        open_rooms = {lane: room for budget in of.values() for lane, room in budget.headroom.items()}
         batches = {model: budget.batches for model, budget in of.items()}
         chosen: set[tuple[str, str]] = set()
         while usable := [

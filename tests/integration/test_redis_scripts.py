@@ -13,7 +13,7 @@ from carpool.broker.redis.batcher.history import History, history_of
 from carpool.broker.redis.formats import encode_record
 from carpool.broker.redis.keys import Keys
 from carpool.broker.redis.scripts import CLAIM
-from carpool.broker.redis.terms import NOT_HELD, NOT_TAKEN
+from carpool.broker.redis.types import NOT_HELD, NOT_TAKEN
 from support.gateway import eventually
 from support.processes import PATIENCE_S
 from support.redis_servers import RedisCluster, RedisServer, running_redis
@@ -138,10 +138,10 @@ class TestSubmit:
 
     def test_the_bell_rings_only_where_nothing_waited(self, shard: ShardBench) -> None:
         with shard.client.pubsub() as pubsub:  # type: ignore[no-untyped-call]
-            pubsub.ssubscribe(shard.shard.bell)
+            pubsub.ssubscribe(shard.shard.wakeup)
 
             def heard() -> list[tuple[int, str]]:
-                shard.client.spublish(shard.shard.bell, "end")  # behind the bells that rang so far
+                shard.client.spublish(shard.shard.wakeup, "end")  # behind the bells that rang so far
                 messages = (pubsub.get_message(timeout=PATIENCE_S) for _ in count())
                 rung = (message["data"] for message in messages if message["type"] == "smessage")
                 parts = (data.decode().split(" ") for data in takewhile(lambda data: data != b"end", rung))
@@ -170,16 +170,16 @@ class TestStanding:
         names = [f"t{number}" for number in range(5)]
         shard.submit("a:t0", 3, tasks=names[:3])
         shard.submit("a:t0", 2, tasks=names[3:])
-        assert [shard.standing(name) for name in names] == [("m", number) for number in range(5)]
+        assert [shard.queue_stats(name) for name in names] == [("m", number) for number in range(5)]
         shard.take(Budget(1, 2))
-        assert [shard.standing(name) for name in names] == [("m", ahead) for ahead in (-1, -1, 0, 1, 2)]
+        assert [shard.queue_stats(name) for name in names] == [("m", ahead) for ahead in (-1, -1, 0, 1, 2)]
         shard.forget("t3")
-        assert shard.standing("t3") is None
-        assert shard.standing("t4") == ("m", 1)
+        assert shard.queue_stats("t3") is None
+        assert shard.queue_stats("t4") == ("m", 1)
         (entry,) = shard.take(Budget(1, 1))
         assert shard.finish(entry, "t2", b"result")[0]
-        assert (shard.standing("t2"), shard.standing("t4")) == (None, ("m", 0))
-        assert shard.standing("nobody") is None
+        assert (shard.queue_stats("t2"), shard.queue_stats("t4")) == (None, ("m", 0))
+        assert shard.queue_stats("nobody") is None
 
     def test_who_is_removed_moves_up_those_behind_it_only(self, shard: ShardBench) -> None:
         names = [f"t{number}" for number in range(8)]
@@ -187,18 +187,20 @@ class TestStanding:
         shard.take(Budget(1, 2))
         for name in ("t7", "t6", "t4"):
             shard.forget(name)
-        assert [shard.standing(name) for name in ("t0", "t2", "t3", "t5")] == [("m", ahead) for ahead in (-1, 0, 1, 2)]
+        assert [shard.queue_stats(name) for name in ("t0", "t2", "t3", "t5")] == [
+            ("m", ahead) for ahead in (-1, 0, 1, 2)
+        ]
         shard.take(Budget(1, 1))
-        assert [shard.standing(name) for name in ("t2", "t3", "t5")] == [("m", ahead) for ahead in (-1, 0, 1)]
+        assert [shard.queue_stats(name) for name in ("t2", "t3", "t5")] == [("m", ahead) for ahead in (-1, 0, 1)]
         shard.submit("a:t0", tasks=["t8"])
-        assert shard.standing("t8") == ("m", 2)
+        assert shard.queue_stats("t8") == ("m", 2)
 
     def test_nor_does_one_whose_time_is_over(self, shard: ShardBench) -> None:
         shard.submit("a:t0", 3, tasks=["t0", "t1", "t2"])
         shard.client.hset(shard.shard.task("t2"), "d", START_MS)
         shard.now = START_MS + 10
-        assert shard.standing("t2") is None
-        assert [shard.standing(name) for name in ("t0", "t1")] == [("m", 0), ("m", 1)]
+        assert shard.queue_stats("t2") is None
+        assert [shard.queue_stats(name) for name in ("t0", "t1")] == [("m", 0), ("m", 1)]
 
     def test_where_many_were_removed_one_that_waits_is_not_taken(self, shard: ShardBench) -> None:
         names = [f"t{number}" for number in range(1202)]
@@ -206,32 +208,32 @@ class TestStanding:
             shard.submit("a:t0", len(names[start : start + 200]), tasks=names[start : start + 200])
         for name in reversed(names[2:]):
             shard.forget(name)
-        assert [shard.standing(name) for name in ("t0", "t1")] == [("m", 0), ("m", 0)]  # some are forgotten
+        assert [shard.queue_stats(name) for name in ("t0", "t1")] == [("m", 0), ("m", 0)]  # some are forgotten
         assert shard.client.zcard(shard.shard.prefix + b"gone:a:t0") == 1000
         shard.take(PLENTY)
-        assert shard.standing("t1") == ("m", -1)
+        assert shard.queue_stats("t1") == ("m", -1)
 
     def test_others_go_before_it_by_their_places(self, shard: ShardBench) -> None:
         offsets = {"s0": 50, "s2": 500, "t0": 1050, "t2": 1500}
         shard.submit("a:t2", tasks=["first"], offsets=offsets)
         shard.submit("a:t0", 4, tasks=["p1", "p2", "p3", "p4"], offsets=offsets)
-        assert shard.standing("first") == ("m", 4)  # a higher tier, at the same time
-        assert shard.standing("p4") == ("m", 3)
+        assert shard.queue_stats("first") == ("m", 4)  # a higher tier, at the same time
+        assert shard.queue_stats("p4") == ("m", 3)
         shard.submit("b:s0", 3, offsets=offsets)
         shard.submit("c:s0", 7, model="other", offsets=offsets)
-        assert shard.standing("first") == ("m", 7)
+        assert shard.queue_stats("first") == ("m", 7)
         shard.now = START_MS + 2000
         shard.submit("a:t0", tasks=["late"], offsets=offsets)
         # Of each stream as many as the time from its first to this place is of the time until now.
-        assert shard.standing("first") == ("m", round(3 * 1450 / 2000 + 5 * 450 / 2000))
-        assert shard.standing("late") == ("m", 4 + 3 + 1)
+        assert shard.queue_stats("first") == ("m", round(3 * 1450 / 2000 + 5 * 450 / 2000))
+        assert shard.queue_stats("late") == ("m", 4 + 3 + 1)
 
     def test_with_strict_order(self, shard: ShardBench) -> None:
         offsets = {"t0": 0, "t1": 10**14}
         shard.submit("a:t1", tasks=["low"], offsets=offsets)
         shard.now = START_MS + 5000
         shard.submit("a:t0", 2, tasks=["high", "higher"], offsets=offsets)
-        assert (shard.standing("low"), shard.standing("high")) == (("m", 2), ("m", 0))
+        assert (shard.queue_stats("low"), shard.queue_stats("high")) == (("m", 2), ("m", 0))
 
     def test_a_stream_that_was_dropped_begins_anew(self, shard: ShardBench) -> None:
         shard.submit("a:t0", tasks=["t1"])
@@ -240,12 +242,12 @@ class TestStanding:
         shard.now = START_MS + 5000
         shard.sweep()
         shard.submit("a:t0", 2, tasks=["t2", "t3"])
-        assert [shard.standing(name) for name in ("t2", "t3")] == [("m", 0), ("m", 1)]
+        assert [shard.queue_stats(name) for name in ("t2", "t3")] == [("m", 0), ("m", 1)]
 
     def test_a_task_of_the_version_before(self, shard: ShardBench) -> None:
         shard.submit("a:t0", tasks=["old"])
         shard.client.hdel(shard.shard.task("old"), "n")
-        assert shard.standing("old") is None
+        assert shard.queue_stats("old") is None
 
 
 class TestTake:
@@ -256,8 +258,8 @@ class TestTake:
         ids = shard.submit("a:s0", 20)
         assert shard.take(Budget(batches=0)) == []
         assert ids_of(shard.take(Budget(batches=2, largest=4))) == ids[:8]
-        assert ids_of(shard.take(Budget(batches=0, largest=4, rooms={"a": 3}))) == ids[8:11]
-        assert ids_of(shard.take(Budget(batches=1, largest=4, rooms={"a": 1}))) == ids[11:16]
+        assert ids_of(shard.take(Budget(batches=0, largest=4, headroom={"a": 3}))) == ids[8:11]
+        assert ids_of(shard.take(Budget(batches=1, largest=4, headroom={"a": 1}))) == ids[11:16]
         assert ids_of(shard.take(Budget(batches=9, largest=4))) == ids[16:]
         assert shard.take(PLENTY) == []
         assert shard.counts() == shard.true_counts()
@@ -273,8 +275,8 @@ class TestTake:
     def test_room_in_a_begun_batch_is_for_its_own_lane(self, shard: ShardBench) -> None:
         shard.submit("a:s0", 3)
         shard.submit("b:s0", 3)
-        assert fields_of(shard.take(Budget(batches=0, rooms={"b": 2}))) == ["b:s0"] * 2
-        assert fields_of(shard.take(Budget(batches=0, rooms={"c": 2}))) == []
+        assert fields_of(shard.take(Budget(batches=0, headroom={"b": 2}))) == ["b:s0"] * 2
+        assert fields_of(shard.take(Budget(batches=0, headroom={"c": 2}))) == []
 
     def test_each_model_has_slots_of_its_own(self, shard: ShardBench) -> None:
         shard.submit("a:s0", 9, model="m")
@@ -593,7 +595,7 @@ class TestLeases:
         shard.submit("a:s0", 1)
         taken = shard.take(PLENTY)
         with shard.client.pubsub() as heard:  # type: ignore[no-untyped-call]  # redis-py's own
-            heard.ssubscribe(shard.shard.bell)
+            heard.ssubscribe(shard.shard.wakeup)
             heard.get_sharded_message(timeout=5)
             shard.release(*taken)
             message = heard.get_sharded_message(timeout=5)
@@ -1117,7 +1119,7 @@ async def test_a_shard_of_a_cluster(redis_cluster: RedisCluster) -> None:
         node = await redis_cluster.primary_of(Keys().shards[number].slot)
         shard = ShardBench(node.port, shard=number)
         with shard.client.pubsub() as pubsub:  # type: ignore[no-untyped-call]
-            pubsub.ssubscribe(shard.shard.bell)
+            pubsub.ssubscribe(shard.shard.wakeup)
             assert pubsub.get_message(timeout=PATIENCE_S)["type"] == "ssubscribe"
             ids = shard.submit("a:s0", 3)
             shard.submit("b:t1", 2, tasks=["t1", "t2"], lanes_max=5)

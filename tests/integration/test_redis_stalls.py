@@ -71,7 +71,7 @@ async def test_the_time_for_a_slot_goes_on_in_a_socket(halves: Halves, server: R
     await asyncio.sleep(request.arrived + LIFE_S - monotonic())
     server.go_on()
     assert isinstance((await gateway.until_told(1))["late"], QueueTimeout)
-    assert batcher.feed.taken == 1
+    assert batcher.consumer.taken == 1
     assert batcher.broker.depth == 0
 
 
@@ -98,16 +98,16 @@ async def until_entries_are(halves: Halves, names: list[str]) -> None:
 async def test_an_answer_that_lay_in_a_socket_brings_nothing_that_is_late(halves: Halves, script: str) -> None:
     gateway, batcher = await halves.gateway(), await halves.batcher(largest=1)
     # It knows by now that nothing is there.
-    await until(lambda: batcher.nodes.runs["level"] > 0 and not batcher.feed.unanswered)
+    await until(lambda: batcher.nodes.runs["level"] > 0 and not batcher.consumer.unanswered)
     batcher.model.free = 0
     batcher.nodes.keep_replies(script)
     # Of two streams with room for one, a script finds out which is first.
     requests = [gateway.submit("late", total_timeout_s=LIFE_S, tier=0)[0]]
     if script == "take":
         requests += gateway.submit("too", total_timeout_s=LIFE_S, tier=1)
-    await until(lambda: batcher.nodes.bells == len(requests))
+    await until(lambda: batcher.nodes.wakeups == len(requests))
     batcher.model.free = 1
-    batcher.feed.ring()
+    batcher.consumer.notify()
     await until(lambda: batcher.nodes.kept == 1)
     await until_over(requests[-1])
     batcher.nodes.let_replies_come()
@@ -140,7 +140,7 @@ async def test_a_batcher_that_takes_a_request_for_late_is_not_believed(halves: H
     assert gateway.queue.sent_again == 1
     batcher.model.free = 1
     batcher.serve()
-    batcher.feed.ring()
+    batcher.consumer.notify()
     assert isinstance((await gateway.until_told(1))["r"], Output)
 
 

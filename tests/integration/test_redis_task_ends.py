@@ -13,14 +13,14 @@ import pytest
 from redis.asyncio import from_url
 
 from carpool.broker.redis import ended_tasks as ended_module
-from carpool.broker.redis.batcher.leases import Haul, Lease
+from carpool.broker.redis.batcher.leases import EntryLease, LeasedEntries
 from carpool.broker.redis.batcher.sweeper import Sweeper
 from carpool.broker.redis.client.link import Lost, OnReply
 from carpool.broker.redis.client.nodes import Nodes, Script
 from carpool.broker.redis.gateway import task_intake as intake_module
 from carpool.broker.redis.gateway import task_removals as removals_module
 from carpool.broker.redis.keys import Keys
-from carpool.broker.redis.steps import EndedTask, Steps
+from carpool.broker.redis.redis_ops import EndedTask, RedisOps
 from carpool.broker.webhooks.deliverer import webhook_id_of
 from carpool.core.errors import BrokerDown, CarpoolError, UnknownTask
 from carpool.core.events import Events
@@ -112,14 +112,14 @@ class Finishing:
         events.subscribe(self.log)
         self.writer = place.writer(outcomes=self.counted, events=events)
         request = place.request(owner=taken.record.owner)
-        self._haul = Haul(taken.shard, taken.field, 0.0, 0.0, {taken.entry_id: request})
+        self._leased = LeasedEntries(taken.shard, taken.field, 0.0, 0.0, {taken.entry_id: request})
         request.id, request.waiter = taken.task_id, self.writer
-        request.ticket = Lease(self._haul, taken.entry_id, taken.header)
+        request.ticket = EntryLease(self._leased, taken.entry_id, taken.header)
         request.settle(outcome, request.arrived + after_s)
 
     @property
     def is_over(self) -> bool:
-        return not self._haul.open
+        return not self._leased.open
 
     async def is_put_off(self) -> None:
         """Until it came, and was told to come again."""
@@ -337,7 +337,7 @@ async def test_a_look_that_ends_a_task_and_is_lost_counts_once(place: Place, mon
 
 async def test_a_sweep_that_ends_tasks_and_is_lost_counts_once(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     ends, now = Ends(monkeypatch), 1_000_000
-    steps = Steps(place.nodes, place.keys, lambda: b"%d" % now)
+    steps = RedisOps(place.nodes, place.keys, lambda: b"%d" % now)
     tasks = place.gateway(now_ms=lambda: b"%d" % now)
     task_id = await place.submit(tasks, total_timeout_s=10.0)
     now += 100_000

@@ -16,7 +16,7 @@ from carpool.broker.redis.gateway import task_intake as intake_module
 from carpool.broker.redis.gateway import task_removals as removals_module
 from carpool.broker.redis.gateway import tasks as tasks_module
 from carpool.broker.redis.gateway.tasks import RedisTasks
-from carpool.broker.redis.steps import EndedTask
+from carpool.broker.redis.redis_ops import EndedTask
 from carpool.core.errors import (
     BrokerDown,
     BrokerMemoryFull,

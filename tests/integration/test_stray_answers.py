@@ -17,8 +17,8 @@ import uvloop
 
 from carpool.upstream import connections
 from carpool.upstream.client import HttpEndpoint, make_session
-from carpool.upstream.endpoint import AttemptFailedError, Call, ConnectionWasDeadError, DoubtfulAnswerError
-from carpool.upstream.repeats import Exchange, print_of, print_of_end
+from carpool.upstream.endpoint import AttemptFailedError, ConnectionWasDeadError, DoubtfulAnswerError, UpstreamCall
+from carpool.upstream.repeats import CallAndAnswer, fingerprint_of, fingerprint_of_end
 from carpool.upstream.tls import Credentials, UpstreamSecurity
 from support.processes import until
 from support.raw_http import (
@@ -339,8 +339,8 @@ def test_nor_if_it_comes_in_one_read_with_something_behind_it(
 
 
 def test_one_that_was_caught_meanwhile_is_not_trusted_for_answering_alike() -> None:
-    line, same = connections.Line("e"), print_of_end(LONG_BYTES, LONG.encode())
-    first, second = Exchange(print_of(b"a"), same), Exchange(print_of(b"b"), same)
+    line, same = connections.EndpointConnections("e"), fingerprint_of_end(LONG_BYTES, LONG.encode())
+    first, second = CallAndAnswer(fingerprint_of(b"a"), same), CallAndAnswer(fingerprint_of(b"b"), same)
     assert line.is_doubtful(second, first, now=10.0)
     line.caught(now=11.0)
     assert not line.is_doubtful(second, None, now=12.0)  # on a connection of its own it has the same answer
@@ -449,7 +449,7 @@ def test_a_server_that_speaks_first_answers_nobody(run: Run) -> None:
 def test_before_the_inputs_were_sent_there_may_be_an_error_but_no_output(run: Run, status: str) -> None:
     async def main() -> None:
         async with endpoint_of(HastyUpstream(answer_to(b"", status), reads_head=True)) as (endpoint, _):
-            call = Call(b'{"inputs":["%b"]}' % (b"x" * BIG))
+            call = UpstreamCall(b'{"inputs":["%b"]}' % (b"x" * BIG))
             if status.startswith("413"):
                 assert (await endpoint.post(call, TIMEOUT_S)).status == 413
             else:

@@ -44,8 +44,8 @@ async def gateways(
             await fleet.add("gateway", "--grpc")
             await fleet.add("batcher", "--upstream", upstream.url)
         await fleet.wait_until_ready()
-        doors = [place.process for place in fleet.gateways]
-        yield doors, [*doors, *(place.process for place in fleet.batchers)]
+        shedders = [place.process for place in fleet.gateways]
+        yield shedders, [*shedders, *(place.process for place in fleet.batchers)]
 
 
 async def over_http(door: GatewayProcess, target: str, body: bytes, headers: str = "") -> None:
@@ -107,7 +107,7 @@ def many(text: str, number: int) -> bytes:
     return json.dumps({"instances": [f"{text} {n % 200}" for n in range(number)]}).encode()
 
 
-async def all_sorts(doors: list[GatewayProcess], upstream: ScriptedUpstream) -> None:
+async def all_sorts(shedders: list[GatewayProcess], upstream: ScriptedUpstream) -> None:
     """Many of each kind at a time, at random doors."""
     drawn = random.Random(4)
     upstream.poison = "arsenic"
@@ -115,7 +115,7 @@ async def all_sorts(doors: list[GatewayProcess], upstream: ScriptedUpstream) -> 
         upstream.gate.clear()
 
         def door() -> GatewayProcess:
-            return drawn.choice(doors)
+            return drawn.choice(shedders)
 
         work = [
             over_http(door(), LIST, many(f"list {turn}", 3)),
@@ -153,11 +153,11 @@ async def counted(name: str, processes: list[GatewayProcess]) -> float:
 async def test_all_who_count_agree(tmp_path: Path, redis_server: RedisServer, broker: str) -> None:
     path = tmp_path / "tracking.db"
     redis = redis_server if broker == "redis" else None
-    async with scripted_upstream() as upstream, gateways(tmp_path, upstream, redis) as (doors, everybody):
-        await all_sorts(doors, upstream)
+    async with scripted_upstream() as upstream, gateways(tmp_path, upstream, redis) as (shedders, everybody):
+        await all_sorts(shedders, upstream)
 
         async def is_quiet() -> bool:
-            return await counted("carpool_held_requests", doors) == 0 and upstream.in_flight == 0
+            return await counted("carpool_held_requests", shedders) == 0 and upstream.in_flight == 0
 
         await until(is_quiet)
 
@@ -168,7 +168,7 @@ async def test_all_who_count_agree(tmp_path: Path, redis_server: RedisServer, br
         await until(is_all_written)
         kinds = set(rows_by_outcome(path))
         assert {"ok", "client-left", "deadline-exceeded", "input-refused"} <= kinds
-        with viewing(doors[-1].admin_port) as viewer:
+        with viewing(shedders[-1].admin_port) as viewer:
             total = await outcomes(*everybody)
             shown = await asyncio.to_thread(viewer.until, lambda event: Counter(event["requests"]) == total)
         assert shown["requests"] == dict(total)

@@ -422,7 +422,7 @@ async def test_a_receiver_that_fails_harms_no_request(
                 answers.append(await ask(process))
 
         await asyncio.wait_for(asked_until_spans_were_dropped(), 50)
-        tracing = process.ground.tracing
+        tracing = process.runtime.tracing
         assert tracing is not None
         assert tracing.exporter.held_bytes <= 20_000
         assert metric(process, "trace_spans")["sent"] == 0

@@ -13,14 +13,14 @@ import pytest
 
 from carpool.testing import FakeClock
 from carpool.upstream.client import ERROR_BYTES_MAX, ERROR_VALUES_MAX, HttpEndpoint, make_session
-from carpool.upstream.endpoint import Answer, AttemptFailedError, Call
+from carpool.upstream.endpoint import AttemptFailedError, UpstreamCall, UpstreamResponse
 from carpool.upstream.tls import LOOK_EVERY_S, Credentials, UpstreamSecurity
 from support.certificates import Certificates
 from support.client import ask_once, inference_body
 from support.processes import PATIENCE_S, carpool, running_gateway, until, variable
 from support.stream_server import Serve, stream_server
 
-CALL = Call(b'{"inputs":["abc"]}')
+CALL = UpstreamCall(b'{"inputs":["abc"]}')
 TIMEOUT_S = PATIENCE_S
 
 
@@ -82,7 +82,7 @@ async def endpoint(
             await found.close()
 
 
-async def call_once(port: int, security: UpstreamSecurity, host: str = "127.0.0.1") -> Answer:
+async def call_once(port: int, security: UpstreamSecurity, host: str = "127.0.0.1") -> UpstreamResponse:
     async with endpoint(f"https://{host}:{port}/infer", security) as target:
         return await target.post(CALL, TIMEOUT_S)
 
@@ -99,7 +99,7 @@ class TestWhomCarpoolTrusts:
     async def test_a_server_of_the_configured_authority(self, certificates: Certificates, host: str) -> None:
         async with listening(certificates.of_server()) as upstream:
             answer = await call_once(upstream.port, UpstreamSecurity(ca=certificates.pem("ca")), host)
-        assert answer == Answer(200, b'{"outputs": ["cba"]}')
+        assert answer == UpstreamResponse(200, b'{"outputs": ["cba"]}')
 
     async def test_no_server_of_an_unknown_authority(self, certificates: Certificates) -> None:
         async with listening(certificates.of_server()) as upstream:
@@ -239,9 +239,9 @@ class TestUnixSockets:
     async def test_a_call_by_socket(self, tmp_path: Path, suffix: str, path: str, target_seen: str) -> None:
         socket = tmp_path / "model.sock"
         async with listening(None, socket=socket) as upstream, endpoint(f"unix:{socket}{suffix}") as target:
-            answer = await target.post(Call(CALL.body, path), TIMEOUT_S)
+            answer = await target.post(UpstreamCall(CALL.body, path), TIMEOUT_S)
             assert await target.accepts_connections()
-        assert answer == Answer(200, b'{"outputs": ["cba"]}')
+        assert answer == UpstreamResponse(200, b'{"outputs": ["cba"]}')
         assert upstream.targets == [target_seen]
         assert upstream.headers[0]["host"] == "localhost"
         assert target.name == f"unix:{socket}{suffix.partition('?')[0]}"

@@ -5,8 +5,8 @@ from math import isnan
 from hypothesis import given
 from hypothesis import strategies as st
 
-from carpool.admission.shedding import Door, TierRule
-from carpool.broker.standing import WaitingCount
+from carpool.admission.shedding import LoadShedder, TierRule
+from carpool.broker.queue_stats import WaitingCount
 
 SECONDS = st.sampled_from([0.0, 1e-9, 0.004, 0.1, 0.2, 3.0, 1000.0])
 RATES = st.sampled_from([0.0, 1e-9, 0.5, 320.0, 1e9])
@@ -29,34 +29,34 @@ STEPS = st.one_of(
     tiers=st.lists(TIERS, min_size=1, max_size=4),
     queue_s=st.sampled_from([0.0, 0.1, 2.0, 30.0]),
     is_strict=st.booleans(),
-    trickle=st.sampled_from([0.0, 0.05, 1.0]),
+    min_share=st.sampled_from([0.0, 0.05, 1.0]),
     steps=st.lists(st.tuples(SECONDS, STEPS), max_size=40),
 )
 def test_any_order_of_questions(  # noqa: C901 - one case for each question
     tiers: list[TierRule],
     queue_s: float,
     is_strict: bool,
-    trickle: float,
+    min_share: float,
     steps: list[tuple[float, tuple[object, ...]]],
 ) -> None:
     count, now = len(tiers), 0.0
-    standings = [WaitingCount() for _ in tiers]
-    door = Door(tiers, standings, queue_s=queue_s, is_strict=is_strict, trickle=trickle)
+    stats_by_tier = [WaitingCount() for _ in tiers]
+    shedder = LoadShedder(tiers, stats_by_tier, queue_s=queue_s, is_strict=is_strict, min_share=min_share)
 
     def let_in(tier: int, owner: str, number: int) -> None:
         for _ in range(number):
-            standings[tier].add(owner, 1)
-            if door.is_late:
-                standings[tier].add_late(owner)
+            stats_by_tier[tier].add(owner, 1)
+            if shedder.is_late:
+                stats_by_tier[tier].add_late(owner)
 
     for seconds, step in steps:
         now += seconds
         match step:
             case ("learn", float(rate), float(batch), float(call_s), float(batch_s), float(others)):
-                door.learn(
+                shedder.learn(
                     [rate] * count,
                     [batch] * count,
-                    standings,
+                    stats_by_tier,
                     call_s=call_s,
                     burst_rps=rate / 2,
                     batch_s=batch_s,
@@ -64,26 +64,30 @@ def test_any_order_of_questions(  # noqa: C901 - one case for each question
                 )
             case ("suppose", float(at_once), float(age_s), bool(counts_running)):
                 first = at_once, now - age_s
-                door.suppose(lambda first=first: first, standings, counts_running=counts_running)  # type: ignore[misc]
+                shedder.suppose(lambda first=first: first, stats_by_tier, counts_running=counts_running)  # type: ignore[misc]
             case ("tick", float(tick_s)):
-                door.tick(tick_s, now)
+                shedder.tick(tick_s, now)
             case ("waited", int(number), float(wait_s)):
-                door.waited(number % count, wait_s)
+                shedder.waited(number % count, wait_s)
             case ("one", int(number), str(owner)):
-                if (refusal := door.refusal(number % count, owner, now)) is None:
+                if (refusal := shedder.refusal(number % count, owner, now)) is None:
                     let_in(number % count, owner, 1)
                 assert refusal is None or (refusal.predicted_wait_ms or 0) >= 0
             case ("deadline", int(number), str(owner), float(own_s)):
-                refusal = door.refusal_by_deadline(number % count, owner, now, own_s)
+                refusal = shedder.refusal_by_deadline(number % count, owner, now, own_s)
                 assert refusal is None or "-" not in str(refusal).partition(";")[0]
             case ("many", int(number), str(owner), float(own_s)):
-                if door.refusal_of_all(number % count, owner, now, 64, own_s) is None:
+                if shedder.refusal_of_all(number % count, owner, now, 64, own_s) is None:
                     let_in(number % count, owner, 64)
             case ("leave",):
-                for standing in standings:
-                    for owner in list(standing.late_by_owner):
-                        while standing.late_of(owner):
-                            standing.remove_late(owner)
-                    for owner in list(standing.by_owner):
-                        standing.remove(owner, standing.of(owner), standing.of(owner))
-        assert not any(map(isnan, [*door.rooms, *door.rates, *door.trust, *map(door.predicted_wait_s, range(count))]))
+                for queue_stats in stats_by_tier:
+                    for owner in list(queue_stats.late_by_owner):
+                        while queue_stats.late_of(owner):
+                            queue_stats.remove_late(owner)
+                    for owner in list(queue_stats.by_owner):
+                        queue_stats.remove(owner, queue_stats.of(owner), queue_stats.of(owner))
+        assert not any(
+            map(
+                isnan, [*shedder.headroom, *shedder.rates, *shedder.trust, *map(shedder.predicted_wait_s, range(count))]
+            )
+        )

@@ -3,14 +3,14 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from carpool.client.retries import PAUSE_FIRST_S, PAUSE_LAST_S, RetryBudget, pause_s
+from carpool.client.retries import PAUSE_FIRST_S, PAUSE_LAST_S, ClientRetryBudget, pause_s
 
 lucks = st.floats(0, 1)
 
 
 @given(share=st.floats(0, 1), reserve=st.floats(0, 20), steps=st.lists(st.booleans(), max_size=300))
 def test_retries_are_a_share_of_the_calls(share: float, reserve: float, steps: list[bool]) -> None:
-    budget = RetryBudget(share, reserve)
+    budget = ClientRetryBudget(share, reserve)
     calls = retries = 0
     for is_call in steps:
         if is_call:

@@ -23,7 +23,7 @@ from carpool.face.http.strict_json import json_fault
 from carpool.testing import Witness, make_request
 from carpool.upstream.codecs import Codec, JsonCodec, KServeV1Codec, ProtocolFaultError, make_codec
 from carpool.upstream.codecs.base import Decoded, apportion
-from carpool.upstream.endpoint import Answer, Call
+from carpool.upstream.endpoint import UpstreamCall, UpstreamResponse
 
 CODECS: list[tuple[Codec, str]] = [(JsonCodec(), "inputs"), (KServeV1Codec(), "instances")]
 each_codec = pytest.mark.parametrize(("codec", "field"), CODECS, ids=["json", "kserve_v1"])
@@ -139,7 +139,7 @@ def test_what_clients_write_is_accepted(data: list[bytes]) -> None:
 def test_each_output_comes_back_as_the_bytes_it_was(codec: Codec, field: str, outputs: list[bytes]) -> None:
     name = {"inputs": b"outputs", "instances": b"predictions"}[field]
     body = b'{"%b": [%b]}' % (name, b" , ".join(outputs))
-    parts = codec.decode(Answer(200, body), members(codec, [b"0"] * len(outputs)))
+    parts = codec.decode(UpstreamResponse(200, body), members(codec, [b"0"] * len(outputs)))
     assert [output_of(part) for part in parts] == outputs
 
 
@@ -148,32 +148,32 @@ def test_each_output_comes_back_as_the_bytes_it_was(codec: Codec, field: str, ou
 plain_text = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 
 
-def serve_json(call: Call, shuffle: random.Random) -> bytes:
+def serve_json(call: UpstreamCall, shuffle: random.Random) -> bytes:
     body = json.loads(call.body)
     return json.dumps({"outputs": [{"for": value} for value in body["inputs"]]}).encode()
 
 
-def serve_kserve_v1(call: Call, shuffle: random.Random) -> bytes:
+def serve_kserve_v1(call: UpstreamCall, shuffle: random.Random) -> bytes:
     assert call.path == "/v1/models/m:predict"
     rows = [{"for": value, "nan": float("nan")} for value in json.loads(call.body)["instances"]]
     return json.dumps({"predictions": rows}).encode()
 
 
-def serve_embeddings(call: Call, shuffle: random.Random) -> bytes:
+def serve_embeddings(call: UpstreamCall, shuffle: random.Random) -> bytes:
     body = json.loads(call.body)
     data = [{"index": index, "embedding": {"for": value}} for index, value in enumerate(body["input"])]
     shuffle.shuffle(data)
     return json.dumps({"data": data, "usage": {"total_tokens": 17}}).encode()
 
 
-def serve_completions(call: Call, shuffle: random.Random) -> bytes:
+def serve_completions(call: UpstreamCall, shuffle: random.Random) -> bytes:
     body = json.loads(call.body)
     choices = [{"text": "t", "for": value, "index": index} for index, value in enumerate(body["prompt"])]
     shuffle.shuffle(choices)
     return json.dumps({"choices": choices, "usage": {"prompt_tokens": 10, "completion_tokens": 7}}).encode()
 
 
-def serve_tei(call: Call, shuffle: random.Random) -> bytes:
+def serve_tei(call: UpstreamCall, shuffle: random.Random) -> bytes:
     return json.dumps([{"for": value} for value in json.loads(call.body)["inputs"]]).encode()
 
 
@@ -189,7 +189,7 @@ def serve_tei(call: Call, shuffle: random.Random) -> bytes:
 )
 @given(data=st.data(), seed=st.integers(0, 1000))
 def test_each_member_gets_the_output_for_its_input(
-    name: Any, serve: Callable[[Call, random.Random], bytes], data: st.DataObject, seed: int
+    name: Any, serve: Callable[[UpstreamCall, random.Random], bytes], data: st.DataObject, seed: int
 ) -> None:
     codec = make_codec(name)
     tokens = st.lists(st.integers(0, 1 << 40), min_size=1, max_size=5)
@@ -200,7 +200,7 @@ def test_each_member_gets_the_output_for_its_input(
     written = [accepted(json.dumps(value).encode()) for value in inputs]
     assume(all(value is not None for value in written))
     batch = members(codec, [value for value in written if value is not None])
-    parts = codec.decode(Answer(200, serve(codec.encode(batch), random.Random(seed))), batch)
+    parts = codec.decode(UpstreamResponse(200, serve(codec.encode(batch), random.Random(seed))), batch)
     assert [json.loads(output_of(part))["for"] for part in parts] == inputs
     if name.startswith("openai"):
         assert sum(part.tokens_used or 0 for part in parts) == 17
@@ -308,7 +308,7 @@ def client_input(kinds: list[Described], elements: list[list[Any]], *, raw: bool
     return json.dumps(tensors).encode()
 
 
-def read_v2_call(call: Call) -> list[tuple[str, str, list[int], list[Any]]]:
+def read_v2_call(call: UpstreamCall) -> list[tuple[str, str, list[int], list[Any]]]:
     """Name, datatype, shape and elements of each input of a V2 call over HTTP."""
     headers = dict(call.headers)
     assert int(headers.get("Inference-Header-Content-Length", len(call.body))) == len(call.body)
@@ -364,7 +364,7 @@ def test_json_tensors_over_http(form: str, always_raw: bool, sent: Any, is_neste
     read = read_v2_call(codec.encode(requests))
     assert [tensor[:3] for tensor in read] == [(k.name, k.datatype, [len(batch), *k.shape]) for k in kinds]
     body = write_v2_answer(read, form)
-    check_outputs(list(codec.decode(Answer(200, body), requests)), kinds, batch)
+    check_outputs(list(codec.decode(UpstreamResponse(200, body), requests)), kinds, batch)
 
 
 @given(sent=tensor_batches(raw=True), is_nested=st.booleans())
@@ -375,7 +375,7 @@ def test_raw_tensors_over_http(sent: Any, is_nested: bool) -> None:
     call = codec.encode(requests)
     assert call.content_type == "application/octet-stream"
     body = write_v2_answer(read_v2_call(call), "raw")
-    parts = list(codec.decode(Answer(200, body), requests))
+    parts = list(codec.decode(UpstreamResponse(200, body), requests))
     assert all("b64" in output for part in parts for output in json.loads(output_of(part)))
     check_outputs(parts, kinds, batch)
 
@@ -415,7 +415,7 @@ def write_varint(value: int) -> bytes:
     return bytes([value]) if value < 128 else bytes([value & 127 | 128]) + write_varint(value >> 7)
 
 
-def serve_grpc(call: Call) -> bytes:
+def serve_grpc(call: UpstreamCall) -> bytes:
     """Each input is echoed as an output."""
     request = read_message(call.body)
     assert request[1] == [b"m"]
@@ -433,7 +433,7 @@ def test_tensors_over_grpc_where_forms_share_a_batch(sent: Any, forms: list[bool
     codec = make_codec("kserve_v2_grpc")
     inputs = [client_input(kinds, own, raw=raw, is_nested=False) for own, raw in zip(batch, forms, strict=False)]
     requests = members(codec, inputs)
-    parts = list(codec.decode(Answer(200, serve_grpc(codec.encode(requests))), requests))
+    parts = list(codec.decode(UpstreamResponse(200, serve_grpc(codec.encode(requests))), requests))
     check_outputs(parts, kinds, batch)
     for part, raw in zip(parts, forms, strict=False):
         assert all(("b64" in output) == raw for output in json.loads(output_of(part)))
@@ -446,7 +446,7 @@ def test_any_float_can_be_shown(datatype: str, raw: bytes) -> None:
     head = {"name": "y", "datatype": datatype, "shape": [1, len(elements)], "parameters": {"binary_data_size": 8}}
     body = json.dumps({"outputs": [head]}).encode() + raw
     codec = make_codec("kserve_v2")
-    [part] = codec.decode(Answer(200, body), members(JsonCodec(), [b"0"]))
+    [part] = codec.decode(UpstreamResponse(200, body), members(JsonCodec(), [b"0"]))
     shown = strictly(output_of(part))[0]["data"]
     assert shown == [element if isfinite(element) else None for element in elements]
     assert any(map(isnan, elements)) <= (None in shown)
@@ -494,10 +494,10 @@ def check_answer(name: Any, body: bytes) -> None:
     codec = make_codec(name)
     batch = members(JsonCodec(), [b"0"])
     try:
-        parts = codec.decode(Answer(200, body), batch)
+        parts = codec.decode(UpstreamResponse(200, body), batch)
     except ProtocolFaultError:
         pass
     else:
         assert len(parts) == 1
         json.loads(output_of(parts[0]))
-    codec.classify(Answer(400, body), 64)
+    codec.classify(UpstreamResponse(400, body), 64)

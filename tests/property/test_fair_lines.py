@@ -6,9 +6,9 @@ from math import inf
 from hypothesis import given
 from hypothesis import strategies as st
 
-from carpool.broker.fair_line import KEPT_MIN
+from carpool.broker.fair_queue import KEPT_MIN
 from carpool.broker.lanes import REBUILD_DEAD_MIN, Lane, Ranks
-from carpool.broker.standing import COST_BYTES
+from carpool.broker.queue_stats import COST_BYTES
 from carpool.core.errors import ClientLeft
 from carpool.core.request import Request
 from carpool.testing import Witness, make_request
@@ -94,12 +94,14 @@ def check(lane: Lane, ranks: Ranks, waiting: list[Request]) -> None:
     if waiting:
         assert lane.oldest() == min(request.arrived for request in waiting)
         assert lane.place() == min(request.place for request in waiting)
-    for index, standing in enumerate(ranks.standings[: 2 * ranks.tiers]):  # behind them the first ones are told again
+    for index, queue_stats in enumerate(
+        ranks.stats_by_tier[: 2 * ranks.tiers]
+    ):  # behind them the first ones are told again
         own = [r for r in waiting if r.tier + ranks.tiers * r.is_task == index]
-        assert (standing.waiting, standing.owners) == (len(own), len({request.owner for request in own}))
-        assert abs(standing.cost - sum(map(cost_of, own))) < 1e-6
+        assert (queue_stats.waiting, queue_stats.owners) == (len(own), len({request.owner for request in own}))
+        assert abs(queue_stats.cost - sum(map(cost_of, own))) < 1e-6
         for owner in OWNERS:
-            assert standing.of(owner) == sum(request.owner == owner for request in own)
+            assert queue_stats.of(owner) == sum(request.owner == owner for request in own)
 
 
 @given(

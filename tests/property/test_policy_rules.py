@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from carpool.batching.policy import Idle, Pid, Policy, PolicyName, Send, View, WaitUntil, make_policy
+from carpool.batching.policy import Idle, LaneView, Pid, Policy, PolicyName, Send, WaitUntil, make_policy
 from carpool.batching.rate import ArrivalRate
 
 NAMES: tuple[PolicyName, ...] = ("fixed", "adaptive", "pid")
@@ -22,17 +22,17 @@ histories = st.lists(st.integers(1, 64), max_size=30)
 
 def policy_with_history(name: PolicyName, share: float, sizes: list[int]) -> Policy:
     """A policy that has already been told of batches, so that stateful ones are not met at their start only."""
-    policy = make_policy(name, busy_share=share, fill_target=share)
+    policy = make_policy(name, slots_busy_max_share=share, fill_target=share)
     for size in sizes:
-        policy.plan(View(size, 0.0, 100.0, 1, 4, 0.2, 64, 0.05), 0.01)
+        policy.plan(LaneView(size, 0.0, 100.0, 1, 4, 0.2, 64, 0.05), 0.01)
         policy.sent(size, 64)
     return policy
 
 
 @st.composite
-def views(draw: st.DrawFn) -> View:
+def views(draw: st.DrawFn) -> LaneView:
     slots = draw(st.integers(1, 300))
-    return View(
+    return LaneView(
         waiting=draw(st.integers(1, 10_000)),
         oldest=draw(st.floats(0.0, 1e6)),
         rate=draw(st.floats(0.0, 1e6)),
@@ -47,7 +47,9 @@ def views(draw: st.DrawFn) -> View:
 
 @every_policy
 @given(view=views(), age=st.floats(-0.001, 1.0), share=shares, sizes=histories)
-def test_every_plan_keeps_the_rules(name: PolicyName, view: View, age: float, share: float, sizes: list[int]) -> None:
+def test_every_plan_keeps_the_rules(
+    name: PolicyName, view: LaneView, age: float, share: float, sizes: list[int]
+) -> None:
     now = view.oldest + age
     plan = policy_with_history(name, share, sizes).plan(view, now)
 
@@ -70,7 +72,7 @@ def test_every_plan_keeps_the_rules(name: PolicyName, view: View, age: float, sh
 @every_policy
 @given(view=views(), age=st.floats(0.0, 0.1), share=shares, sizes=histories)
 def test_a_plan_is_anchored_on_the_oldest_and_kept(
-    name: PolicyName, view: View, age: float, share: float, sizes: list[int]
+    name: PolicyName, view: LaneView, age: float, share: float, sizes: list[int]
 ) -> None:
     """Planned again with the same view, a wait neither moves nor fails to end when it said."""
     policy = policy_with_history(name, share, sizes)
@@ -86,7 +88,7 @@ def test_a_plan_is_anchored_on_the_oldest_and_kept(
 def test_the_hold_of_pid_stays_within_bounds_and_unwinds(share: float, batches: list[tuple[int, int]]) -> None:
     policy = Pid(share)
     for size, free in batches:
-        policy.plan(View(size, 0.0, 100.0, free, 4, 0.2, 64, 0.05), 0.01)
+        policy.plan(LaneView(size, 0.0, 100.0, free, 4, 0.2, 64, 0.05), 0.01)
         policy.sent(size, 64)
         assert 0.0 <= policy.hold_share <= 1.0
     # Anti-windup: however long it was at one end, as many batches of the other kind bring it to the other end.
@@ -96,7 +98,7 @@ def test_the_hold_of_pid_stays_within_bounds_and_unwinds(share: float, batches: 
             continue
         wanted_end = end if (target > size / 64) == (end == 1.0) else 1.0 - end
         for _ in range(500):
-            policy.plan(View(size, 0.0, 100.0, 4, 4, 0.2, 64, 0.05), 0.01)
+            policy.plan(LaneView(size, 0.0, 100.0, 4, 4, 0.2, 64, 0.05), 0.01)
             policy.sent(size, 64)
         assert policy.hold_share == wanted_end
 
@@ -139,7 +141,7 @@ class DrivenLane:
             oldest = self.waiting[0]
             if free:
                 assert now <= max(oldest + MAX_WAIT_S, self.free_since), "held past max_wait with a slot free"
-            view = View(len(self.waiting), oldest, rate, free, self.slots, 0.02, MAX_BATCH, MAX_WAIT_S)
+            view = LaneView(len(self.waiting), oldest, rate, free, self.slots, 0.02, MAX_BATCH, MAX_WAIT_S)
             plan = self.policy.plan(view, now)
             if isinstance(plan, Send):
                 self.send(plan.count, now)
@@ -175,7 +177,7 @@ def test_a_driven_lane_sends_every_request_in_time(
     arrivals: list[float] = []
     for gap in gaps:
         arrivals.append((arrivals[-1] if arrivals else 0.0) + gap)
-    lane = DrivenLane(make_policy(name, busy_share=share, fill_target=share), slots, services)
+    lane = DrivenLane(make_policy(name, slots_busy_max_share=share, fill_target=share), slots, services)
     lane.drive(arrivals)
     assert sum(lane.sizes) == len(arrivals)
 

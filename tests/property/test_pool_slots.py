@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from carpool.testing import FakeClock, FakeUpstream
 from carpool.upstream.breaker import Breaker
-from carpool.upstream.pool import Member, Pool, Wish
+from carpool.upstream.pool import EndpointPreference, EndpointState, Pool
 
 FAILURES_MAX, LONGEST_PAUSE_S = 2, 4.0
 ENDS = ("well", "badly", "nothing")
@@ -33,15 +33,15 @@ class Play:
             random_share=lambda: 0.5,
         )
         self.ejected_max = max(1, int(len(slots) * eject_share_max))
-        self.out: list[Member] = []
-        self.retries: list[asyncio.Task[Member | None]] = []
+        self.out: list[EndpointState] = []
+        self.retries: list[asyncio.Task[EndpointState | None]] = []
 
-    def end(self, member: Member, how: str, gives_back_first: bool) -> None:
+    def end(self, member: EndpointState, how: str, gives_back_first: bool) -> None:
         """As the dispatcher does: the slot before the verdict, or after it if there was no answer."""
         pool = self.pool
-        verdicts: dict[str, Callable[[Member], None]] = {
-            "well": pool.went_well,
-            "badly": pool.went_badly,
+        verdicts: dict[str, Callable[[EndpointState], None]] = {
+            "well": pool.record_success,
+            "badly": pool.record_failure,
             "nothing": pool.says_nothing,
         }
         verdict = verdicts[how]
@@ -110,17 +110,17 @@ class Play:
         assert pool.total() == (sum(member.limit for member in in_use) or 1)
         for since in (0.0, self.clock() - 1.0, self.clock()):
             assert pool.is_alive(since) == any(member.well_at > since for member in in_use)
-        self.check_wishes(in_use)
+        self.check_options(in_use)
 
-    def check_wishes(self, in_use: list[Member]) -> None:
+    def check_options(self, in_use: list[EndpointState]) -> None:
         """What the pool works out in few steps is what one finds who compares each endpoint with every other."""
 
-        def fit(member: Member, wish: Wish) -> int:
+        def fit(member: EndpointState, wish: EndpointPreference) -> int:
             return 0 if member in wish.failed else 2 if wish.known_well and self.pool.is_well(member) else 1
 
         members = self.pool.members
-        wishes = [frozenset(failed) for failed in ((), members[:2], *([member] for member in members))]
-        for wish in (Wish(failed, well) for failed in wishes for well in (False, True)):
+        options = [frozenset(failed) for failed in ((), members[:2], *([member] for member in members))]
+        for wish in (EndpointPreference(failed, well) for failed in options for well in (False, True)):
             best = max((fit(member, wish) for member in in_use), default=0)
             for member in self.pool.members:
                 assert self.pool.fits(member, wish) == (fit(member, wish) >= best)

@@ -23,7 +23,7 @@ from carpool.core.tensors import is_packed, pack
 from carpool.face.grpc.health import service_in
 from carpool.face.grpc.messages import (
     STREAMED_MAX,
-    Answers,
+    PredictResponses,
     error_message,
     read_get_result,
     read_predict,
@@ -170,7 +170,7 @@ def test_an_answer(
     request = make_request("req", Witness(), now=1.0)
     request.arrived, request.taken, request.ended = 1.0, 1.25, 1.0 + latency_ms / 1000
     output = Output(value, CallFacts(size, 0.5, version, cached), tokens)
-    answers = Answers()
+    answers = PredictResponses()
     for _ in range(2):  # the second with what the first remembered
         written = answers.message(request, output)
         read = message("PredictResponse").FromString(written)

@@ -11,7 +11,7 @@ from carpool.admission.limits import Buckets, LocalLimits
 from carpool.admission.shared_limits import SharedLimits
 from carpool.core.errors import CarpoolError
 from carpool.testing import FakeClock
-from support.rates import BudgetModel, Door, limited, most_in_a_minute
+from support.rates import BudgetModel, LoadShedder, limited, most_in_a_minute
 
 LIMITS = st.sampled_from([1, 7, 19, 20, 59, 60, 120, 300, 1000, 3000])
 BURSTS = st.sampled_from([1, 2, 10, 100])
@@ -30,7 +30,7 @@ class Fleet:
         self._answer_s = answer_s
         self._lost_share = lost_share
         self._number = gateways
-        self.door = Door(self.clock)
+        self.door = LoadShedder(self.clock)
 
     def run(self, client: Callable[["Fleet"], list[tuple[float, int, int]]]) -> None:
         """Let calls come: each with the seconds since the one before, its gateway, and as how many it counts."""
@@ -167,7 +167,7 @@ def test_who_keeps_to_its_limit_is_never_refused(
 @given(per_minute=LIMITS, burst=BURSTS, costs=COSTS, seed=st.integers(0, 2**32))
 def test_one_process_alone_is_exact(per_minute: int, burst: int, costs: tuple[int, ...], seed: int) -> None:
     clock, random = FakeClock(), Random(seed)
-    door, limits, caller = Door(clock), LocalLimits(clock), limited(per_minute, burst)
+    door, limits, caller = LoadShedder(clock), LocalLimits(clock), limited(per_minute, burst)
     for _ in range(3000):
         clock.advance(random.expovariate(10 * per_minute / 60 / max(costs)))
         door.knock(limits, caller, random.choice(costs))

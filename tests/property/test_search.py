@@ -5,7 +5,7 @@ from math import ceil, log2
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from carpool.upstream.search import Group, Search
+from carpool.upstream.bisection import Bisection, Slice
 
 
 class Found:
@@ -22,7 +22,7 @@ class Found:
 def run(size: int, bad: frozenset[int], *, clears: bool = True, singly: bool = False, is_alive: bool = True) -> Found:
     """Search one batch to its end against an API that refuses every call with a bad input."""
     found = Found(size)
-    search = Search([Group(0, size)])
+    search = Bisection([Slice(0, size)])
     while group := search.take_next(is_alive=is_alive, singly=singly):
         members = tuple(range(group.first, group.end))
         found.calls.append(members)
@@ -130,8 +130,8 @@ def test_without_a_sign_of_life_nobody_is_cleared(batch: tuple[int, frozenset[in
 def test_groups_in_any_order_of_answers(batch: tuple[int, frozenset[int]], data: st.DataObject) -> None:
     """Several groups may be under way at once."""
     size, bad = batch
-    search = Search([Group(0, size)], cut_at=data.draw(st.integers(0, size)))
-    under_way: list[Group] = []
+    search = Bisection([Slice(0, size)], cut_at=data.draw(st.integers(0, size)))
+    under_way: list[Slice] = []
     answered: list[int] = []
     is_alive = data.draw(st.booleans())
     while True:
@@ -158,7 +158,7 @@ def test_groups_in_any_order_of_answers(batch: tuple[int, frozenset[int]], data:
 @given(batches(), st.integers(1, 100))
 def test_groups_that_are_too_large_are_only_halved(batch: tuple[int, frozenset[int]], most: int) -> None:
     size, _ = batch
-    search = Search([], [Group(0, size)])
+    search = Bisection([], [Slice(0, size)])
     sent: list[int] = []
     while group := search.take_next(is_alive=True, singly=False):
         if group.size > most:
@@ -170,10 +170,10 @@ def test_groups_that_are_too_large_are_only_halved(batch: tuple[int, frozenset[i
 
 
 def test_nothing_follows_for_others_from_a_group_that_nobody_waits_for() -> None:
-    search = Search([Group(0, 4)])
+    search = Bisection([Slice(0, 4)])
     first = search.take_next(is_alive=True, singly=False)
     assert first is not None
     search.left(first)
     assert not search.any_answered
     second = search.take_next(is_alive=True, singly=False)
-    assert second == Group(2, 4, 1)  # whole: it is not known to be bad
+    assert second == Slice(2, 4, 1)  # whole: it is not known to be bad

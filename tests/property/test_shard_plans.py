@@ -13,13 +13,13 @@ from carpool.broker.redis.batcher.shards import (
     is_scarce,
     plan_by_place,
     plan_claims,
+    plan_min_share,
     plan_reads,
-    plan_trickle,
     same_tier,
     shards_for_claims,
 )
 from carpool.broker.redis.keys import Keys, tier_of
-from carpool.broker.redis.terms import ANY, NONE, Budget, Head, Stream, Taken, View
+from carpool.broker.redis.types import ANY, NONE, Budget, Head, ShardSnapshot, StreamEntries, Taken
 
 SHARDS = Keys().shards
 MODELS = ("m", "n")
@@ -48,16 +48,16 @@ def budgets(draw: st.DrawFn) -> list[Budget]:
     for model in draw(st.sets(st.sampled_from(MODELS), min_size=1)):
         largest = draw(st.integers(1, 16))
         lanes = [lane for lane, its_model in LANES.items() if its_model == model]
-        rooms = draw(st.dictionaries(st.sampled_from(lanes), st.integers(1, max(1, largest - 1)), max_size=2))
+        headroom = draw(st.dictionaries(st.sampled_from(lanes), st.integers(1, max(1, largest - 1)), max_size=2))
         again = draw(st.dictionaries(st.sampled_from([b"a 2", b"b 2"]), st.integers(1, 15), max_size=2))
-        found.append(Budget(model, draw(st.integers(0, 4)), largest, rooms, again))
+        found.append(Budget(model, draw(st.integers(0, 4)), largest, headroom, again))
     return found
 
 
 def batches_needed(numbers: dict[bytes, int], budget: Budget) -> int:
     """How many batches must be begun for so many of each lane."""
     return sum(
-        -(-max(number - budget.rooms.get(lane, 0), 0) // budget.largest)
+        -(-max(number - budget.headroom.get(lane, 0), 0) // budget.largest)
         for lane, number in numbers.items()
         if LANES[lane] == budget.model
     )
@@ -170,13 +170,13 @@ def test_a_shard_that_gave_nothing_of_its_part_is_not_asked_again(
     budgets: list[Budget], asked: int, more: set[str]
 ) -> None:
     welcome = {budget.model: ANY for budget in budgets}
-    taken = Taken([], View(0, []), frozenset(more), frozenset(more))
+    taken = Taken([], ShardSnapshot(0, []), frozenset(more), frozenset(more))
     first, *others = plan_claims(budgets, asked, welcome)
     assert not is_due_again(first, budgets, welcome, taken)
     for claims in others:  # but one that had no part of what it has
         has_turn = any(budget.model in more and budget.batches for budget in budgets)
         assert is_due_again(claims, budgets, welcome, taken) == has_turn
-    gave = taken._replace(streams=[Stream(b"a:s0", [], [])])
+    gave = taken._replace(streams=[StreamEntries(b"a:s0", [], [])])
     assert is_due_again(first, budgets, welcome, gave) == bool(more)
 
 
@@ -203,7 +203,7 @@ def test_a_trickle_is_what_is_due_of_the_tier_and_can_be_used(
 ) -> None:
     shards = [ShardView(SHARDS[number], list(found)) for number, found in enumerate(views)]
     offers = [(view, usable) for view in shards if (usable := view.usable(budgets))]
-    reads = plan_trickle(offers, budgets, lambda line: tier_of(line) == 1, due)
+    reads = plan_min_share(offers, budgets, lambda line: tier_of(line) == 1, due)
     heads = [head for _, usable in offers for head in usable if head.line == b"s1"]
     assert bool(reads) == bool(heads)
     for streams in reads.values():

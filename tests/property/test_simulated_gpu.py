@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from carpool.upstream.endpoint import Answer
+from carpool.upstream.endpoint import UpstreamResponse
 from carpool.upstream.simulated import SeenInputs, SimulatedCall, SimulatedGpu, SimulationSettings
 
 text = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
@@ -51,8 +51,8 @@ class Clockwork:
                 return
 
 
-def answer_to(body: bytes, **settings: Any) -> Answer:
-    clockwork, answers = Clockwork(), list[Answer | None]()
+def answer_to(body: bytes, **settings: Any) -> UpstreamResponse:
+    clockwork, answers = Clockwork(), list[UpstreamResponse | None]()
     gpu = SimulatedGpu(SimulationSettings(**settings), Random(0), call_later=clockwork.call_later, clock=lambda: 0.0)
     gpu.submit(body, answers.append)
     clockwork.fire()

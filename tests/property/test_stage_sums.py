@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 from msgspec import UnsetType
 
 from carpool.admission.cache import ResultCache, exact_key
-from carpool.broker.seats import Seats
+from carpool.broker.coalescer import Coalescer
 from carpool.core.errors import InputRefused
 from carpool.core.outcome import Outcome, Output
-from carpool.core.ports import NO_WISHES
+from carpool.core.ports import NO_OPTIONS
 from carpool.core.request import Request
-from carpool.core.story import state_of
+from carpool.core.timeline import state_of
 from carpool.telemetry.live import slow_request
-from carpool.testing import Answer, AttemptFailedError, ConnectionWasDeadError, FakeUpstream, make_request
+from carpool.testing import AttemptFailedError, ConnectionWasDeadError, FakeUpstream, UpstreamResponse, make_request
 from support.virtual_gateway import Stand, failing
 
 # What becomes of calls one after the other: most are answered, unless a bad input is among theirs.
@@ -28,7 +28,7 @@ REACTIONS = st.lists(
             [
                 failing(400),
                 failing(500),
-                Answer(503, b""),
+                UpstreamResponse(503, b""),
                 AttemptFailedError("reset"),
                 ConnectionWasDeadError("dead", closed_before_sent=False),
             ]
@@ -47,7 +47,7 @@ ROUNDING_MS = 0.05
 @settings(max_examples=60)
 @given(REACTIONS, ARRIVALS, st.booleans(), st.integers(1, 2))
 def test_the_stages_are_all_of_the_time(
-    reactions: list[tuple[Answer, float]], arrivals: list[tuple[float, int]], is_shared: bool, slots: int
+    reactions: list[tuple[UpstreamResponse, float]], arrivals: list[tuple[float, int]], is_shared: bool, slots: int
 ) -> None:
     upstream = FakeUpstream(slots=slots)
     for reaction, delay_s in reactions:
@@ -60,7 +60,7 @@ def test_the_stages_are_all_of_the_time(
         def no_task(request: Request, accepted: object) -> None:
             raise AssertionError("there are no tasks")
 
-        seats = Seats(
+        seats = Coalescer(
             stand.broker.submit,
             no_task,
             stand.broker,
@@ -78,7 +78,7 @@ def test_the_stages_are_all_of_the_time(
             await asyncio.sleep(pause_s)
             value = b'"%b %d"' % (b"bad" if kind % 2 else b"good", kind if is_shared else number)
             request = make_request(f"r{number}", stand.witness, now=stand.clock(), value=value, owner=f"o{number % 3}")
-            refusal = seats.ask(request, NO_WISHES) if is_shared else stand.broker.submit(request)
+            refusal = seats.ask(request, NO_OPTIONS) if is_shared else stand.broker.submit(request)
             assert refusal is None
             sent.append(seats.own(request))
         for _ in range(500):

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from math import floor
 
 from carpool.core.errors import CarpoolError
-from carpool.core.ports import Caller, Entry, RateAsk, RateLimit, RateLimits, RateTold
+from carpool.core.ports import Caller, LimitVerdict, RateAsk, RateLimit, RateLimits, RateTold
 
 TICKS_A_SECOND = 8_000_000
 DEBT_MAX = 65536
@@ -103,7 +103,7 @@ class WayToBudget:
         loop.call_at(arrives, arrived)
 
 
-class Door:
+class LoadShedder:
     """Requests at gateways, and when each of them was let in or refused."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -121,11 +121,11 @@ class Door:
         self.waiting += 1
         limits.when_known(caller, lambda entry: self._waited(entry, cost), cost)
 
-    def _waited(self, entry: Entry, cost: int) -> None:
+    def _waited(self, entry: LimitVerdict, cost: int) -> None:
         self.waiting -= 1
         self._known(entry, cost)
 
-    def _known(self, entry: Entry, cost: int) -> None:
+    def _known(self, entry: LimitVerdict, cost: int) -> None:
         if isinstance(entry, CarpoolError):
             self.refused.append((self._clock(), entry))
         else:

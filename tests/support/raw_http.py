@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from carpool.upstream.endpoint import Call
+from carpool.upstream.endpoint import UpstreamCall
 from support.stream_server import stream_server
 
 
@@ -60,9 +60,9 @@ def chunked_answer_to(body: bytes) -> bytes:
     return b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\n\r\n" % (len(content), content)
 
 
-def call_with(text: str) -> Call:
+def call_with(text: str) -> UpstreamCall:
     """A call of the plain JSON protocol with one input."""
-    return Call(json.dumps({"inputs": [text]}).encode())
+    return UpstreamCall(json.dumps({"inputs": [text]}).encode())
 
 
 def output_for(text: str) -> bytes:

@@ -16,7 +16,7 @@ import msgspec
 import redis.asyncio
 
 from carpool.broker.memory import MemoryBroker
-from carpool.broker.redis.batcher.feed import Feed
+from carpool.broker.redis.batcher.consumer import Consumer
 from carpool.broker.redis.batcher.replies import ReplyWriter
 from carpool.broker.redis.batcher.sweeper import Sweeper
 from carpool.broker.redis.client.address import parse_broker_url
@@ -28,7 +28,7 @@ from carpool.broker.redis.dead_letters.box import RedisDeadLetterBox
 from carpool.broker.redis.formats import decode_value
 from carpool.broker.redis.gateway.queue import RedisQueue
 from carpool.broker.redis.keys import GROUP, Keys, Shard, line_name
-from carpool.broker.redis.steps import Steps
+from carpool.broker.redis.redis_ops import RedisOps
 from carpool.core.clock import monotonic
 from carpool.core.errors import CarpoolError
 from carpool.core.outcome import CallFacts, Outcome, Output
@@ -60,10 +60,10 @@ class WatchedNodes(Nodes):
         # By name: how often each script was run.
         self.runs: Counter[str] = Counter()
         # Bells that were heard.
-        self.bells = 0
+        self.wakeups = 0
         self._kept: list[tuple[OnReply, Any]] | None = None
         self._kept_names: tuple[str, ...] = ()
-        self._kept_bells: list[tuple[OnReply, Any]] | None = None
+        self._kept_wakeups: list[tuple[OnReply, Any]] | None = None
 
     def keep_replies(self, *names: str) -> None:
         """From now on, scripts (these, or all) are run but their replies stay on the way."""
@@ -86,20 +86,20 @@ class WatchedNodes(Nodes):
         """Replies on the way."""
         return len(self._kept or ())
 
-    def keep_bells(self) -> None:
+    def keep_wakeups(self) -> None:
         """From now on, nothing is heard of bells and subscriptions."""
-        self._kept_bells = []
+        self._kept_wakeups = []
 
-    def let_one_bell_come(self) -> None:
+    def let_one_wakeup_come(self) -> None:
         """The first of what was kept."""
-        assert self._kept_bells is not None
-        received, message = self._kept_bells.pop(0)
+        assert self._kept_wakeups is not None
+        received, message = self._kept_wakeups.pop(0)
         received(message)
 
     @property
-    def kept_bells(self) -> int:
+    def kept_wakeups(self) -> int:
         """Bells and subscriptions on the way."""
-        return len(self._kept_bells or ())
+        return len(self._kept_wakeups or ())
 
     def run(
         self,
@@ -128,17 +128,17 @@ class WatchedNodes(Nodes):
         lost: Callable[[], None] = lambda: None,
     ) -> Reader:
         def heard(reply: Any) -> None:
-            if self._kept_bells is not None:
-                self._kept_bells.append((received, reply))
+            if self._kept_wakeups is not None:
+                self._kept_wakeups.append((received, reply))
                 return
             received(reply)
-            self.bells += isinstance(reply, list) and reply[0] == b"smessage"
+            self.wakeups += isinstance(reply, list) and reply[0] == b"smessage"
 
         return super().reader(slot, connected=connected, received=heard, lost=lost)
 
 
 class SlotsModel:
-    """A model with as many free slots as a test says (carpool.broker.sides.FedModel)."""
+    """A model with as many free slots as a test says (carpool.broker.broker_ports.FedModel)."""
 
     def __init__(self, free: int, largest: int, name: str = MODEL) -> None:
         self.name = name
@@ -217,10 +217,10 @@ class Batcher:
     """Where a GPU is."""
 
     def __init__(
-        self, nodes: WatchedNodes, feed: Feed, broker: MemoryBroker, replies: ReplyWriter, model: SlotsModel
+        self, nodes: WatchedNodes, consumer: Consumer, broker: MemoryBroker, replies: ReplyWriter, model: SlotsModel
     ) -> None:
         self.nodes = nodes
-        self.feed = feed
+        self.consumer = consumer
         self.broker = broker
         self.replies = replies
         self.model = model
@@ -300,7 +300,7 @@ class Halves:
         settings: dict[str, Any] = {"waiting_max": 100_000, "bytes_max": 10**9, "lanes_max": 64}
         settings |= {"line_offsets_ms": LINE_OFFSETS_MS, **options}
         local = local_broker() if with_upstream else None
-        queue = RedisQueue(Steps(nodes, self.keys), name, models=[MODEL], local=local, **settings)
+        queue = RedisQueue(RedisOps(nodes, self.keys), name, models=[MODEL], local=local, **settings)
         queues.append(queue)
         self._opened.callback(queue.close)
         gateway = Gateway(nodes, queue, local)
@@ -334,19 +334,19 @@ class Halves:
         """One that is connected. If it is not `started`, it hears no bell and has no timers."""
         nodes = await self.nodes()
         broker, model = local_broker(), SlotsModel(free, largest)
-        steps = Steps(nodes, self.keys)
+        steps = RedisOps(nodes, self.keys)
         bounds: LetterBounds = options.pop("letter_bounds", None) or letter_bounds()
         replies = ReplyWriter(steps, name, result_ttl_ms=60_000, letter_bounds=bounds)
         letters = RedisDeadLetterBox(steps, bounds=bounds)
         settings: dict[str, Any] = {"lease_ms": NEVER_MS, "late_ms": LATE_MS, **options}
         settings |= {"line_offsets_ms": LINE_OFFSETS_MS, "tier_target_s": TARGETS_S, "letter_bounds": bounds}
-        feed = Feed(steps, name, broker, replies, letters, [model, *others], **settings)
-        self._opened.callback(feed.close)
+        consumer = Consumer(steps, name, broker, replies, letters, [model, *others], **settings)
+        self._opened.callback(consumer.close)
         if started:
-            feed.start()
+            consumer.start()
             self._listeners += 1
-            await until_seen(self._are_bells_heard)
-        return Batcher(nodes, feed, broker, replies, model)
+            await until_seen(self._are_wakeups_heard)
+        return Batcher(nodes, consumer, broker, replies, model)
 
     async def nodes(self, **options: Any) -> WatchedNodes:
         """Connections of their own."""
@@ -356,7 +356,7 @@ class Halves:
 
     def sweeper(self, batcher: Batcher, bounds: LetterBounds | None = None) -> Sweeper:
         """As a batcher has one, but without a timer."""
-        steps = Steps(batcher.nodes, self.keys)
+        steps = RedisOps(batcher.nodes, self.keys)
         sweeper = Sweeper(steps, bounds or letter_bounds(), batcher.replies.result_ttl_ms, batcher.replies.ended)
         self._opened.callback(sweeper.close)
         return sweeper
@@ -400,7 +400,7 @@ class Halves:
     async def stand_still(self, batcher: Batcher, number: int, deliveries: int) -> None:
         """A batcher takes what there is, so many, and stands still until its leases are over, as others before it."""
         await self.until_entries(number)
-        batcher.feed.ring()
+        batcher.consumer.notify()
         await batcher.until_staged(number)
         for entry in await self.entries():
             await self.let_lapse(entry, deliveries)
@@ -409,7 +409,7 @@ class Halves:
         """Another batcher takes what there is, so many, and dies; it is the last of so many that did."""
         dead = await self.batcher(b"dead", started=False)
         await self.stand_still(dead, number, deliveries)
-        dead.feed.close()
+        dead.consumer.close()
 
     async def fill_memory(self) -> None:
         """From now on Redis refuses whatever needs memory."""
@@ -433,10 +433,10 @@ class Halves:
         nodes.start()
         return nodes
 
-    async def _are_bells_heard(self) -> bool:
-        bells = [shard.bell for shard in self.keys.shards]
-        heard = dict(await self.client.pubsub_shardnumsub(*bells))
-        return all(heard[bell] == self._listeners for bell in bells)
+    async def _are_wakeups_heard(self) -> bool:
+        wakeups = [shard.wakeup for shard in self.keys.shards]
+        heard = dict(await self.client.pubsub_shardnumsub(*wakeups))
+        return all(heard[wakeup] == self._listeners for wakeup in wakeups)
 
     async def _leases(self, stream: bytes) -> dict[bytes, tuple[bytes, int, int]]:
         try:

@@ -30,7 +30,7 @@ from carpool.broker.redis.scripts import (
     TAKE,
     WAS_READ,
 )
-from carpool.broker.redis.terms import LEFT
+from carpool.broker.redis.types import LEFT
 from support.processes import PATIENCE_S
 from support.redis_servers import HOST
 
@@ -61,7 +61,7 @@ class Budget(msgspec.Struct, frozen=True):
     batches: int
     largest: int = 4
     # Room in batches of a lane that are begun.
-    rooms: Mapping[str, int] = {}
+    headroom: Mapping[str, int] = {}
 
 
 def task_value(task: str, owner: str, content: bytes) -> bytes:
@@ -150,7 +150,7 @@ class ShardBench:
         """What is said of a stream."""
         return f"{offsets.get(field.split(':')[1], 0)} {'b' if lanes_max else '-'} {model}"
 
-    def standing(self, task: str) -> tuple[str, int] | None:
+    def queue_stats(self, task: str) -> tuple[str, int] | None:
         """The model of a task that waits, and how many go before it; -1 if it was taken."""
         *_, was_over, model, ahead, _ = self.run(LOOK, task, "", self._now(), "late", 60_000, 1)
         return None if model is None or was_over else (model.decode(), ahead)
@@ -182,8 +182,8 @@ class ShardBench:
             budgets = {"m": budgets}
         args: list[str | bytes | int] = [consumer, self._now(), *lines, ""]
         for model, budget in budgets.items():
-            args += [model, budget.batches, budget.largest, len(budget.rooms)]
-            args += [part for pair in budget.rooms.items() for part in pair]
+            args += [model, budget.batches, budget.largest, len(budget.headroom)]
+            args += [part for pair in budget.headroom.items() for part in pair]
         _, *streams = self.run(TAKE, *args)
         return [
             Entry(field.decode(), entry_id.decode(), value)
@@ -204,8 +204,8 @@ class ShardBench:
     ) -> list[Entry]:
         """Entries whose lease is over. Where nothing else is said, none of them is a suspect for long."""
         of_model: list[str | bytes | int] = [model, budget.batches, budget.largest, suspects, left]
-        of_model += [len(budget.rooms)]
-        of_model += [part for pair in budget.rooms.items() for part in pair]
+        of_model += [len(budget.headroom)]
+        of_model += [part for pair in budget.headroom.items() for part in pair]
         _, more, left, *streams = self.run(CLAIM, consumer, self._now(), lease_ms, deliveries_max, 64, *of_model)
         self.has_more, self.has_suspects = bool(more), bool(left)
         return [

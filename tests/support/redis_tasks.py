@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from carpool.broker.redis.batcher.leases import Haul, Lease
+from carpool.broker.redis.batcher.leases import EntryLease, LeasedEntries
 from carpool.broker.redis.batcher.replies import ReplyWriter
 from carpool.broker.redis.client.nodes import Nodes
 from carpool.broker.redis.dead_letters.bounds import LetterBounds
@@ -18,8 +18,8 @@ from carpool.broker.redis.gateway.task_intake import TaskIntake
 from carpool.broker.redis.gateway.task_removals import TaskRemovals
 from carpool.broker.redis.gateway.tasks import RedisTasks
 from carpool.broker.redis.keys import Keys, Shard
+from carpool.broker.redis.redis_ops import RedisOps
 from carpool.broker.redis.scripts import TAKE
-from carpool.broker.redis.steps import Steps
 from carpool.core.errors import CarpoolError
 from carpool.core.outcome import Output
 from carpool.core.request import Request
@@ -53,7 +53,7 @@ class Taken(msgspec.Struct, frozen=True):
         return self.record.request_id
 
 
-def task_board(steps: Steps, gateway: bytes, **options: Any) -> RedisTasks:
+def task_board(steps: RedisOps, gateway: bytes, **options: Any) -> RedisTasks:
     """The tasks of a gateway, with bounds that are far unless others are given."""
     ended = options.pop("ended", lambda task, error: None)
     bounds = {"held_max": 10_000, "input_bytes_max": 10**9, "stored_bytes_max": 10**9, "lanes_max": 9}
@@ -68,7 +68,7 @@ class Office:
     def __init__(self, nodes: Nodes, shards: int) -> None:
         self.nodes = nodes
         self.keys = Keys(f"test-{secrets.token_hex(4)}", shards)
-        self.steps = Steps(nodes, self.keys)
+        self.steps = RedisOps(nodes, self.keys)
         self.buried: list[str] = []
         self.replies = self.writer()
         self._gateways: list[RedisTasks] = []
@@ -76,13 +76,13 @@ class Office:
 
     def writer(self, **options: Any) -> ReplyWriter:
         """What gives tasks their results, as at a batcher."""
-        steps = Steps(self.nodes, self.keys, options.pop("now_ms", lambda: b""))
+        steps = RedisOps(self.nodes, self.keys, options.pop("now_ms", lambda: b""))
         given = {"result_ttl_ms": RESULT_TTL_MS, "letter_bounds": letter_bounds(), **options}
         return ReplyWriter(steps, b"b1", buried=self.buried.append, **given)
 
     def gateway(self, name: bytes = b"g1", **options: Any) -> RedisTasks:
         """A gateway that is not told of finished tasks."""
-        steps = Steps(self.nodes, self.keys, options.pop("now_ms", lambda: b""))
+        steps = RedisOps(self.nodes, self.keys, options.pop("now_ms", lambda: b""))
         tasks = task_board(steps, name, **options)
         self._gateways.append(tasks)
         return tasks
@@ -132,13 +132,13 @@ class Office:
     ) -> bool:
         """Give a task its outcome, as a batcher does; false if Redis does not take it at once."""
         request = self.request(parameters=taken.header.parameters, tier=taken.header.tier, owner=taken.record.owner)
-        haul = Haul(taken.shard, taken.field, 0.0, 0.0, {taken.entry_id: request})
+        leased = LeasedEntries(taken.shard, taken.field, 0.0, 0.0, {taken.entry_id: request})
         request.id, request.sends, request.waiter = taken.task_id, sends, self.replies
-        request.ticket = Lease(haul, taken.entry_id, taken.header)
+        request.ticket = EntryLease(leased, taken.entry_id, taken.header)
         retries = self.replies.retries
         request.settle(outcome, request.arrived + after_s)
-        await until(lambda: not haul.open or self.replies.retries > retries)
-        return not haul.open
+        await until(lambda: not leased.open or self.replies.retries > retries)
+        return not leased.open
 
     async def counts(self) -> tuple[int, int]:
         """Entries held and unread, as the shards say; and that these are true."""

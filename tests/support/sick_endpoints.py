@@ -7,24 +7,24 @@ from random import Random
 from typing import NamedTuple
 
 from carpool.core.request import Request
-from carpool.testing import Answer, AttemptFailedError, Call, FakeUpstream, echo
+from carpool.testing import AttemptFailedError, FakeUpstream, UpstreamCall, UpstreamResponse, echo
 from support.virtual_gateway import Stand
 
 
-def reset(call: Call) -> Answer:
+def reset(call: UpstreamCall) -> UpstreamResponse:
     """No answer at all."""
     raise AttemptFailedError("the connection was reset")
 
 
 # What a sick endpoint does, by its name.
-FAULTS: dict[str, Answer | Callable[[Call], Answer]] = {
-    "400": Answer(400, b'{"error":"wrong shape"}'),
-    "429": Answer(429, b""),
-    "500": Answer(500, b'{"error":"CUDA error: an illegal memory access"}'),
-    "502": Answer(502, b""),
-    "503": Answer(503, b""),
+FAULTS: dict[str, UpstreamResponse | Callable[[UpstreamCall], UpstreamResponse]] = {
+    "400": UpstreamResponse(400, b'{"error":"wrong shape"}'),
+    "429": UpstreamResponse(429, b""),
+    "500": UpstreamResponse(500, b'{"error":"CUDA error: an illegal memory access"}'),
+    "502": UpstreamResponse(502, b""),
+    "503": UpstreamResponse(503, b""),
     "reset": reset,
-    "garbage": Answer(200, b"<html>"),
+    "garbage": UpstreamResponse(200, b"<html>"),
 }
 SERVICE_S = 0.1
 MAX_BATCH = 16
@@ -54,7 +54,7 @@ class SickUpstream(FakeUpstream):
         self.failed = 0
         self._random = Random(seed)
 
-    async def post(self, call: Call, timeout_s: float) -> Answer:
+    async def post(self, call: UpstreamCall, timeout_s: float) -> UpstreamResponse:
         """Answer, or fail."""
         sickness, now = self.sickness, asyncio.get_running_loop().time() - BEGINS_AT
         if sickness and sickness.from_s <= now < sickness.until_s and self._random.random() < sickness.share:

@@ -19,7 +19,7 @@ from carpool.face.http.router import Router
 from carpool.face.http.server import HttpServer
 from carpool.face.http.state import HttpLimits
 from carpool.face.http.stream import StreamLimits
-from carpool.face.http.streams import LOOK_PARTS, PATH, Streams
+from carpool.face.http.streams import LOOK_PARTS, PATH, WebSocketStreams
 from carpool.face.http.tickets import Tickets
 from carpool.face.intake import Intake, IntakeSettings, ServedModel
 from carpool.testing import FakeClock, FakeUpstream, make_output
@@ -102,7 +102,7 @@ class StreamStand:
         self.router = Router()
         self.server = HttpServer(self.router.serve, http_limits or HttpLimits(), self.clock)
         self.places = places or Places("streams", 100, 100)
-        self.streams = Streams(
+        self.streams = WebSocketStreams(
             self.intake, self.server.state, Tickets(), self.places, limits or StreamLimits(), clock=self.clock
         )
         self.server.state.upgrades[PATH, b"websocket"] = self.streams.open

@@ -9,7 +9,7 @@ from typing import Any
 
 from carpool.broker.redis.batcher.elsewhere import BatchersElsewhere
 from carpool.broker.redis.batcher.history import History
-from carpool.broker.redis.batcher.leases import NO_HEADER, Haul, Lease
+from carpool.broker.redis.batcher.leases import NO_HEADER, EntryLease, LeasedEntries
 from carpool.broker.redis.keys import Keys
 from carpool.core.errors import CarpoolError, DeadlineExceeded, GivenBack
 from carpool.core.outcome import Outcome, Output
@@ -131,7 +131,7 @@ class VirtualFleet:
             owner=entry.owner,
             total_timeout_s=entry.deadline - self.clock(),
         )
-        request.ticket = Lease(Haul(SHARD, b"", 0.0, 0.0, {}), b"", NO_HEADER, entry.history, is_probing)
+        request.ticket = EntryLease(LeasedEntries(SHARD, b"", 0.0, 0.0, {}), b"", NO_HEADER, entry.history, is_probing)
         request.sends = entry.history.failures
         request.lane = AGAIN + b"%d" % entry.number if entry.history.is_alone else b""
         refused = stand.broker.submit(request)

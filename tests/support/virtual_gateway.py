@@ -14,22 +14,31 @@ from carpool.broker.memory import MemoryBroker
 from carpool.core.events import Events
 from carpool.core.ports import DeadLetters, OtherBatchers
 from carpool.core.request import Request
-from carpool.testing import Answer, Call, FakeClock, FakeUpstream, Witness, echo, inputs_of, make_request
+from carpool.testing import (
+    FakeClock,
+    FakeUpstream,
+    UpstreamCall,
+    UpstreamResponse,
+    Witness,
+    echo,
+    inputs_of,
+    make_request,
+)
 from carpool.upstream.codecs import JsonCodec
 from carpool.upstream.dispatch import UpstreamDispatcher
-from carpool.upstream.offenders import Offenders
 from carpool.upstream.pool import Pool
+from carpool.upstream.quarantine import Quarantine
 from carpool.upstream.same import merge_same
 
 SERVICE_S = 0.05
 
 
-def failing(status: int, mark: bytes = b"bad") -> Callable[[Call], Answer]:
+def failing(status: int, mark: bytes = b"bad") -> Callable[[UpstreamCall], UpstreamResponse]:
     """An API that fails every call with such an input in it."""
 
-    def answer(call: Call) -> Answer:
+    def answer(call: UpstreamCall) -> UpstreamResponse:
         if any(mark in value for value in inputs_of(call)):
-            return Answer(status, msgspec.json.encode({"error": "no"}))
+            return UpstreamResponse(status, msgspec.json.encode({"error": "no"}))
         return echo(call)
 
     return answer
@@ -52,7 +61,7 @@ class Stand:
         self.clock = clock or FakeClock()
         self.upstreams = upstreams
         self.witness = Witness()
-        self.offenders = Offenders()
+        self.quarantined = Quarantine()
         self.events = Events()
         self._max_batch = max_batch
         self._dead_letters = dead_letters
@@ -82,7 +91,7 @@ class Stand:
             bytes_max=10**6,
             lanes_max=9,
             tiers=1,
-            offenders=self.offenders,
+            quarantined=self.quarantined,
             events=self.events,
             clock=self.clock,
         )
@@ -96,7 +105,7 @@ class Stand:
             attempts=self._attempts,
             backoff_s=0.05,
             model="m",
-            offenders=self.offenders,
+            quarantined=self.quarantined,
             dead_letters=self._dead_letters,
             max_batch=lambda: self._max_batch,
             others_waiting=lambda: self.broker.most_waiting("m"),

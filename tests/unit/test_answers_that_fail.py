@@ -10,7 +10,7 @@ from carpool.core.ports import Peer
 from carpool.core.tensors import RawTensor, pack_tensors
 from carpool.face.http.exchange import Exchange
 from carpool.face.http.gateway import OctetReplies, ParkedReplies
-from carpool.face.http.kserve_v2 import Reply
+from carpool.face.http.kserve_v2 import HttpReply
 from carpool.face.http.lists import Answers
 from carpool.face.http.v2_wire import V2Call, WantedOutputs
 from carpool.face.http.wire import predict_pieces
@@ -80,7 +80,7 @@ async def test_kserve_v2(value: Any, status: int) -> None:
     for fails in (False, True) if status == 200 else (False,):
         wire, answers = Wire(), Answers(1000)
         wire.fails = fails
-        reply = Reply(answers, parked(wire), MODEL, CALL, False)
+        reply = HttpReply(answers, parked(wire), MODEL, CALL, False)
         try:
             row: Any = reply.came(0, Output(value, FACTS))
         except Exception as failure:  # as a group does it
@@ -90,6 +90,6 @@ async def test_kserve_v2(value: Any, status: int) -> None:
 
 
 async def test_too_much_of_answers() -> None:
-    reply = Reply(Answers(10), parked(Wire()), MODEL, CALL, True)
+    reply = HttpReply(Answers(10), parked(Wire()), MODEL, CALL, True)
     with pytest.raises(QueueFull):
         reply.came(0, Output(bytes(11), FACTS))

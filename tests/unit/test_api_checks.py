@@ -25,7 +25,7 @@ from carpool.tools.api_checks import (
 )
 from carpool.upstream.codecs import make_codec
 from carpool.upstream.codecs.base import Refusal
-from carpool.upstream.endpoint import Answer
+from carpool.upstream.endpoint import UpstreamResponse
 
 WHERE = Where(Settings(), "default", UpstreamSettings(endpoints=["http://api:9/x"]))
 
@@ -53,7 +53,7 @@ def test_the_fields_that_fastapi_wants_are_read_from_loc(kind: str) -> None:
 )
 def test_answers_of_any_form_are_looked_at(odd: bytes) -> None:
     assert missing_fields(odd) == [] and output_fields(odd, 1) == [] and post_paths(odd) == []
-    tried = Tried(1, 0.1, Answer(422, odd), "status 422", inputs_field="inputs")
+    tried = Tried(1, 0.1, UpstreamResponse(422, odd), "status 422", inputs_field="inputs")
     assert check_call(tried, WHERE).level == "problem"
     assert len(heard(odd)) <= HEARD_CHARS_MAX + 1
 
@@ -75,9 +75,9 @@ def test_what_an_api_says_cannot_drive_the_terminal() -> None:
 def test_paths_come_from_openapi() -> None:
     paths = {"/predict": {"post": {}}, "/items/{id}": {"post": {}}, "/health": {"get": {}}, "/odd": 7}
     assert post_paths(body({"paths": paths})) == ["/predict"]
-    finding = check_status(Tried(1, 0.1, Answer(404, b"")), WHERE, "/x", ["/predict"])
+    finding = check_status(Tried(1, 0.1, UpstreamResponse(404, b"")), WHERE, "/x", ["/predict"])
     assert finding.changes == (("upstream.endpoints", ("http://api:9/predict",)),)
-    assert check_status(Tried(1, 0.1, Answer(404, b"")), WHERE, "/x", ["/a", "/b"]).changes == ()
+    assert check_status(Tried(1, 0.1, UpstreamResponse(404, b"")), WHERE, "/x", ["/a", "/b"]).changes == ()
 
 
 @pytest.mark.parametrize(
@@ -93,21 +93,21 @@ def test_paths_come_from_openapi() -> None:
     ],
 )
 def test_a_status_is_said_with_the_setting(status: int, check: str) -> None:
-    finding = check_status(Tried(1, 0.1, Answer(status, b"words")), WHERE, "/x", [])
+    finding = check_status(Tried(1, 0.1, UpstreamResponse(status, b"words")), WHERE, "/x", [])
     assert (finding.check, finding.level, finding.heard) == (check, "problem", "words")
     assert str(status) in finding.says
     assert check == "api answer" or "upstream." in finding.do
 
 
 def test_the_protocols_own_path_is_named() -> None:
-    tried = Tried(1, 0.1, Answer(404, b""), path="/v1/embeddings")
+    tried = Tried(1, 0.1, UpstreamResponse(404, b""), path="/v1/embeddings")
     assert "without a path, Carpool calls /v1/embeddings" in check_status(tried, WHERE, "/x", []).do
     assert "without a path" not in check_status(tried, WHERE, "/v1/embeddings", []).do
 
 
 def test_credentials_that_are_configured_are_named() -> None:
     where = Where(Settings(models={"m": ModelSettings()}), "m", UpstreamSettings(token_file="t"))
-    assert "models.m.token_file" in check_status(Tried(1, 0.1, Answer(401, b"")), where, "/", []).do
+    assert "models.m.token_file" in check_status(Tried(1, 0.1, UpstreamResponse(401, b"")), where, "/", []).do
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_credentials_that_are_configured_are_named() -> None:
     ],
 )
 def test_a_422_is_told_in_words(answer: bytes, says: str) -> None:
-    tried = Tried(1, 0.1, Answer(422, answer), "status 422", inputs_field="text")
+    tried = Tried(1, 0.1, UpstreamResponse(422, answer), "status 422", inputs_field="text")
     assert says in check_call(tried, WHERE).says
 
 
@@ -146,8 +146,8 @@ def test_a_slow_first_call_alone_is_a_warning() -> None:
 
 
 def test_a_limit_that_the_api_states_is_a_warning_and_another_a_problem() -> None:
-    stated = Tried(64, 0.1, Answer(400, b""), "status 400", Refusal("split", "", 32))
-    silent = Tried(64, 0.1, Answer(400, b""), "status 400", Refusal("bisect"))
+    stated = Tried(64, 0.1, UpstreamResponse(400, b""), "status 400", Refusal("split", "", 32))
+    silent = Tried(64, 0.1, UpstreamResponse(400, b""), "status 400", Refusal("bisect"))
     assert check_limit(32, stated, WHERE, 64).level == "warning"
     assert check_limit(32, silent, WHERE, 64).level == "problem"
     assert check_limit(32, silent, WHERE, 64).changes == (("batching.max_batch", 32),)

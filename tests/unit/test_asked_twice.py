@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from carpool.broker.asked_twice import COMMON, PLACES, REST_S, TRIAL, TRIAL_S, AskedTwice
 from carpool.core.errors import Shed
-from carpool.core.ports import NO_WISHES
+from carpool.core.ports import NO_OPTIONS
 from carpool.core.request import Request
 from carpool.testing import Witness, make_request
-from support.shared_seats import FarAway, SharedDoor
+from support.shared_requests import CoalescerStand, FarAway
 
 
 def resting(*, is_one_of_many: bool = False) -> AskedTwice:
@@ -101,7 +101,7 @@ class TestRests:
         assert 0.3 / COMMON < stay / 2000 < 1.7 / COMMON
 
 
-class Door(SharedDoor):
+class LoadShedder(CoalescerStand):
     """A door through which so much came that nobody asked for twice."""
 
     def __init__(self, far: FarAway | None = None) -> None:
@@ -121,33 +121,33 @@ class Door(SharedDoor):
 
 class TestSeats:
     def test_of_three_the_last_finds_a_result(self) -> None:
-        door = Door()
+        door = LoadShedder()
         kept = len(door.results)
         for computed, hits in ((1, 0), (1, 0), (0, 1)):
             before = door.admitted
             [request] = door.compute(b'"again"')
             assert door.outcome(request) == b'"again"'
-            assert (door.admitted - before, door.seats.hits) == (computed, hits)
+            assert (door.admitted - before, door.coalescer.hits) == (computed, hits)
         assert len(door.results) == kept + 1
-        assert door.seats.lookups() == {"hit": 1, "miss": TRIAL + 1, "shared": 0, "passed": 1}
+        assert door.coalescer.lookups() == {"hit": 1, "miss": TRIAL + 1, "shared": 0, "passed": 1}
         assert door.counts() == {"ok": TRIAL + 3}
 
     def test_of_three_in_flight_the_last_shares_a_seat(self) -> None:
-        door = Door()
+        door = LoadShedder()
         requests = [door.ask(b'"trend"') for _ in range(3)]
         batch = door.take()
         assert len(batch) == 2
         door.answer(batch)
         assert [door.outcome(request) for request in requests] == [b'"trend"'] * 3
-        assert (door.seats.shared, door.seats.held, door.seats.queued, door.broker.held) == (1, 0, 0, 0)
+        assert (door.coalescer.shared, door.coalescer.held, door.coalescer.queued, door.broker.held) == (1, 0, 0, 0)
 
     def test_who_leaves_is_sent_to_nobody(self) -> None:
-        door = Door()
-        door.seats.cancel(door.ask(b'"left"'))
+        door = LoadShedder()
+        door.coalescer.cancel(door.ask(b'"left"'))
         assert door.take() == [] and door.broker.held == 0
 
     def test_a_retry_of_what_was_refused_asks_for_nothing_twice(self) -> None:
-        door = Door()
+        door = LoadShedder()
         door.refusal = Shed("too much")
         for _ in range(3):
             door.ask(b'"refused"')
@@ -158,7 +158,7 @@ class TestSeats:
 
     @pytest.mark.parametrize("far", [None, FarAway()])
     def test_a_result_that_is_there_is_never_shed(self, far: FarAway | None) -> None:
-        door = Door(far)
+        door = LoadShedder(far)
         door.refusal = Shed("too much")
         kept, other = b"%d" % (TRIAL - 1), b'"new"'
         if far is not None:  # one that passes
@@ -167,12 +167,12 @@ class TestSeats:
         while far is not None and far.asked:
             far.answer()
         assert [door.outcome(request) for request in requests] == [door.refusal, kept, kept, door.refusal]
-        assert sum(door.seats.lookups().values()) == TRIAL + 4
-        assert (door.seats.held, door.seats.held_bytes, door.seats.queued) == (0, 0, 0)
+        assert sum(door.coalescer.lookups().values()) == TRIAL + 4
+        assert (door.coalescer.held, door.coalescer.held_bytes, door.coalescer.queued) == (0, 0, 0)
         assert door.counts()["ok"] == TRIAL + 2
 
     def test_who_shares_a_seat_that_was_open_before_is_not_shed(self) -> None:
-        door = SharedDoor()
+        door = CoalescerStand()
         first = door.ask(b'"slow"')
         batch = door.take()
         for number in range(TRIAL):
@@ -182,11 +182,11 @@ class TestSeats:
         second = door.ask(b'"slow"')
         door.answer(batch)
         assert [door.outcome(request) for request in (first, second)] == [b'"slow"'] * 2
-        assert (door.seats.held, door.seats.queued, door.broker.held) == (0, 0, 0)
+        assert (door.coalescer.held, door.coalescer.queued, door.broker.held) == (0, 0, 0)
 
     def test_what_was_refused_and_looked_for_is_judged_anew_for_those_who_share_it(self) -> None:
         far = FarAway()
-        door = Door(far)
+        door = LoadShedder(far)
         value = next(value for value in map(b'"n%d"'.__mod__, range(99)) if crc32(value) % COMMON)
         door.refusal = Shed("too much")
         first = door.ask(value, tier=2)
@@ -197,17 +197,17 @@ class TestSeats:
         door.answer(door.take())
         outcomes = [door.outcome(request) for request in (first, second, third)]
         assert outcomes == [value] * 3
-        assert (door.seats.held, door.seats.held_bytes, door.seats.queued, door.broker.held) == (0, 0, 0, 0)
+        assert (door.coalescer.held, door.coalescer.held_bytes, door.coalescer.queued, door.broker.held) == (0, 0, 0, 0)
 
     def test_what_was_kept_before_is_found_by_the_second(self) -> None:
-        door = Door()
+        door = LoadShedder()
         for hits in (0, 1):
             door.compute(b"%d" % (TRIAL - 1))
-            assert door.seats.hits == hits
+            assert door.coalescer.hits == hits
 
     def test_those_far_away_are_asked_only_when_somebody_asks_twice(self) -> None:
         far = FarAway()
-        door = Door(far)
+        door = LoadShedder(far)
         values = [b'"%d"' % number for number in range(1000)]
         door.compute(*values)
         kept = {output.value for output in far.kept.values()}
@@ -219,35 +219,35 @@ class TestSeats:
         assert passed[-1] in kept and b'"new 99"' in kept
 
     def test_a_call_with_two_that_are_the_same_takes_one_seat_for_both(self) -> None:
-        door = Door()
+        door = LoadShedder()
         requests = [
             make_request(name, door.witness, now=door.now, value=name[:1].encode()) for name in ("a1", "b", "a2")
         ]
         needing: list[Request] = []
-        door.seats.needing(requests, NO_WISHES, needing.extend)
+        door.coalescer.needing(requests, NO_OPTIONS, needing.extend)
         assert [request.id for request in needing] == ["a1", "b"]
         for request in requests:
-            assert door.seats.ask(request, NO_WISHES) is None
+            assert door.coalescer.ask(request, NO_OPTIONS) is None
         assert len(door.take()) == 2
 
     def test_a_call_that_finds_a_result_is_judged_as_it_is_sent(self) -> None:
-        door = Door()
+        door = LoadShedder()
         kept = b"%d" % (TRIAL - 1)
         requests = [make_request(value.decode(), door.witness, now=door.now, value=value) for value in (kept, b'"new"')]
         needing: list[Request] = []
-        door.seats.needing(requests, NO_WISHES, needing.extend)
+        door.coalescer.needing(requests, NO_OPTIONS, needing.extend)
         before = door.admitted
         for request in requests:
-            assert door.seats.ask(request, NO_WISHES) is None
+            assert door.coalescer.ask(request, NO_OPTIONS) is None
         assert door.admitted - before == len(needing) == 1
 
     def test_a_call_whose_results_are_all_there_needs_no_seat(self) -> None:
         far = FarAway()
-        door = Door(far)
+        door = LoadShedder(far)
         values = [b"%d" % number for number in range(100)]
         requests = [make_request(value.decode(), door.witness, now=door.now, value=value) for value in values]
         needing: list[list[Request]] = []
-        door.seats.needing(requests, NO_WISHES, lambda those: needing.append(list(those)))
+        door.coalescer.needing(requests, NO_OPTIONS, lambda those: needing.append(list(those)))
         while far.asked:
             far.answer()
         assert needing == [[]]

@@ -13,16 +13,25 @@ from hypothesis import strategies as st
 
 from carpool.admission.gate import Gate
 from carpool.batching.loop import BatchLoop
-from carpool.batching.policy import Fixed, Plan, Policy, PolicyName, Send, View, make_policy
+from carpool.batching.policy import Fixed, LaneView, Plan, Policy, PolicyName, Send, make_policy
 from carpool.broker.memory import MemoryBroker
 from carpool.core.errors import CarpoolError, DeadlineExceeded, QueueTimeout, UpstreamDown
 from carpool.core.outcome import Outcome, Output
 from carpool.core.ports import LaneQueue, TaskBoard
 from carpool.core.request import QUEUED, Request
-from carpool.testing import Answer, AttemptFailedError, Call, FakeClock, FakeUpstream, Witness, echo, make_request
+from carpool.testing import (
+    AttemptFailedError,
+    FakeClock,
+    FakeUpstream,
+    UpstreamCall,
+    UpstreamResponse,
+    Witness,
+    echo,
+    make_request,
+)
 from carpool.upstream.codecs import JsonCodec
 from carpool.upstream.dispatch import UpstreamDispatcher
-from carpool.upstream.pool import Pool, Wish
+from carpool.upstream.pool import EndpointPreference, Pool
 
 MAX_BATCH, MAX_WAIT_S, SERVICE_S = 4, 0.05, 0.2
 START = 1000.0
@@ -38,10 +47,10 @@ class Sent:
         self.at: list[float] = []
         self.batches: list[list[Request]] = []
 
-    def dispatch(self, batch: list[Request], ring: Callable[[float], None]) -> None:
+    def dispatch(self, batch: list[Request], notify: Callable[[float], None]) -> None:
         self.at.append(self._clock() - START)
         self.batches.append(list(batch))
-        self._dispatcher.dispatch(batch, ring)
+        self._dispatcher.dispatch(batch, notify)
 
     def batch_max(self, lane: LaneQueue, max_batch: int) -> int:
         return self._dispatcher.batch_max(lane, max_batch)
@@ -58,14 +67,14 @@ class Stand:
         policy: Policy | None = None,
         max_batch: int = MAX_BATCH,
         gpu: FakeUpstream | None = None,
-        offenders: Container[tuple[str, str]] = (),
+        quarantined: Container[tuple[str, str]] = (),
         **bounds: float,
     ) -> None:
         self.clock = FakeClock(START)
         self.witness = Witness()
         self.gpu = gpu or FakeUpstream(slots=slots).then(echo, delay_s=SERVICE_S, times=1000)
         self._slots, self._policy, self._max_batch, self._bounds = slots, policy or Fixed(), max_batch, bounds
-        self._offenders = offenders
+        self._quarantined = quarantined
         self._serial = count()
 
     def run(self, main: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -75,7 +84,7 @@ class Stand:
                 bytes_max=10**6,
                 lanes_max=99,
                 tiers=3,
-                offenders=self._offenders,
+                quarantined=self._quarantined,
                 clock=self.clock,
             )
             self.pool = Pool([self.gpu], self.clock, random_share=lambda: 0.5)
@@ -270,7 +279,7 @@ class Failing(Fixed):
     def __init__(self, in_plan: int = 0, in_sent: int = 0) -> None:
         self.in_plan, self.in_sent = in_plan, in_sent
 
-    def plan(self, view: View, now: float) -> Plan:
+    def plan(self, view: LaneView, now: float) -> Plan:
         self.in_plan -= 1
         if self.in_plan >= 0:
             raise RuntimeError("a defect")
@@ -302,7 +311,7 @@ class Stubborn(Fixed):
     def __init__(self, size: int) -> None:
         self.size = size
 
-    def plan(self, view: View, now: float) -> Plan:
+    def plan(self, view: LaneView, now: float) -> Plan:
         return Send(self.size, "full")
 
 
@@ -346,10 +355,10 @@ def test_an_arrival_while_batches_are_taken_does_not_take_their_slot() -> None:
 
 
 def test_a_limit_that_was_learned_is_never_exceeded_again() -> None:
-    def takes_three(call: Call) -> Answer:
+    def takes_three(call: UpstreamCall) -> UpstreamResponse:
         answer = echo(call)
         too_many = answer.body.count(b",") >= 3
-        return Answer(422, b'{"error":"batch size 8 > maximum allowed batch size 3"}') if too_many else answer
+        return UpstreamResponse(422, b'{"error":"batch size 8 > maximum allowed batch size 3"}') if too_many else answer
 
     gpu = FakeUpstream(slots=2).then(takes_three, delay_s=SERVICE_S, times=1000)
     stand = Stand(slots=2, max_batch=8, gpu=gpu)
@@ -376,7 +385,7 @@ class Counting(Fixed):
         self.plans = 0
         self.told: list[int] = []
 
-    def plan(self, view: View, now: float) -> Plan:
+    def plan(self, view: LaneView, now: float) -> Plan:
         self.plans += 1
         return super().plan(view, now)
 
@@ -583,7 +592,7 @@ def test_those_who_wait_while_the_upstream_is_down_wait_until_their_time_is_over
 def test_the_promises_hold_for_any_traffic(
     name: PolicyName, gaps_ms: list[int], slots: int, lanes: int, leaves: set[int]
 ) -> None:
-    stand = Stand(slots=slots, policy=make_policy(name, busy_share=0.75, fill_target=0.8))
+    stand = Stand(slots=slots, policy=make_policy(name, slots_busy_max_share=0.75, fill_target=0.8))
     everybody: list[Request] = []
 
     async def main() -> None:
@@ -627,7 +636,7 @@ def test_bytes_are_bounded_for_any_traffic(
     batch_bytes_max, in_flight_bytes_max = 50, 110
     stand = Stand(
         slots=slots,
-        policy=make_policy(name, busy_share=0.75, fill_target=0.8),
+        policy=make_policy(name, slots_busy_max_share=0.75, fill_target=0.8),
         batch_bytes_max=batch_bytes_max,
         in_flight_bytes_max=in_flight_bytes_max,
     )
@@ -638,10 +647,10 @@ def test_bytes_are_bounded_for_any_traffic(
     async def main() -> None:
         dispatch = stand.sent.dispatch
 
-        def measured(batch: list[Request], ring: Callable[[float], None]) -> None:
+        def measured(batch: list[Request], notify: Callable[[float], None]) -> None:
             sizes.append(sum(request.size for request in batch))
             most_at_once.append((stand.broker.bytes_running("m"), len(batch)))
-            dispatch(batch, ring)
+            dispatch(batch, notify)
 
         stand.sent.dispatch = measured  # type: ignore[method-assign]
         for number, (gap_ms, size) in enumerate(arrivals):
@@ -748,9 +757,9 @@ class TestCapacity:
 
         stand.run(main)
 
-    def test_those_who_ride_apart_tell_nothing_of_it(self) -> None:
+    def test_those_who_are_quarantined_tell_nothing_of_it(self) -> None:
         """They always wait, for they have a share of the slots; others come in small batches, with all slots busy."""
-        stand = Stand(offenders={("m", "bad")})
+        stand = Stand(quarantined={("m", "bad")})
 
         async def main() -> None:
             stand.pool.others_wait = lambda: True
@@ -845,7 +854,7 @@ class TestBatchesLeaveApart:
                 stood.append(stand.clock() - START)
 
         async def main() -> None:
-            stand.loop.left_apart = stand_still
+            stand.loop.when_quarantined_left = stand_still
             await keep_busy(stand, 30.0 + 6 * service_s)
             assert stood
             stand.loop.look(stand.clock())
@@ -862,7 +871,7 @@ class TestBatchesLeaveApart:
 
         async def main() -> None:
             for _ in range(100):
-                member = stand.pool.take_at_once(Wish(frozenset(), known_well=False))
+                member = stand.pool.take_at_once(EndpointPreference(frozenset(), known_well=False))
                 assert member is not None
                 stand.pool.give_back(member)
                 await asyncio.sleep(0.001)
@@ -876,7 +885,7 @@ class TestBatchesLeaveApart:
         seen: list[tuple[int, int]] = []
 
         async def main() -> None:
-            stand.loop.left_apart = lambda: seen.append((stand.loop.free_slots(), stand.loop.slots_due()))
+            stand.loop.when_quarantined_left = lambda: seen.append((stand.loop.free_slots(), stand.loop.slots_due()))
             await keep_busy(stand, 5 * service_s)
             assert sum(due <= 2 < free for free, due in seen) > slots / 2
             assert all(min(free, 1) <= due <= free for free, due in seen)

@@ -191,7 +191,7 @@ def test_healed_failures_open_it_by_their_share_whatever_is_answered_between() -
     breaker = Breaker(failures_max=5)
     for _ in range(15):
         breaker.failed(NOW, 0.0)
-        if breaker.healed(NOW, 0.0, may_open=True):
+        if breaker.record_recovery(NOW, 0.0, may_open=True):
             break
         breaker.succeeded()
     assert (breaker.state, breaker.blamed_owner) == ("open", None)
@@ -201,23 +201,23 @@ def test_few_healed_failures_do_not_open_it() -> None:
     breaker = Breaker(failures_max=5)
     for number in range(1000):
         if number % 4 == 0:
-            assert not breaker.healed(NOW, 0.0, may_open=True)
+            assert not breaker.record_recovery(NOW, 0.0, may_open=True)
         else:
             breaker.succeeded()
 
 
 def test_healed_failures_open_only_what_the_pool_can_do_without() -> None:
     breaker = Breaker(failures_max=2)
-    assert not any(breaker.healed(NOW, 0.0, may_open=False) for _ in range(9))
+    assert not any(breaker.record_recovery(NOW, 0.0, may_open=False) for _ in range(9))
     assert (breaker.state, breaker.is_failing) == ("closed", False)
-    assert breaker.healed(NOW, 0.0, may_open=True)
+    assert breaker.record_recovery(NOW, 0.0, may_open=True)
 
 
 def test_pauses_go_on_doubling_until_few_were_healed() -> None:
     breaker = Breaker(failures_max=1, pause_s=1.0)
     pauses_s, now = [], NOW
     for answered in (1, 1, 99, 0):
-        assert breaker.healed(now, 0.0, may_open=True)
+        assert breaker.record_recovery(now, 0.0, may_open=True)
         pauses_s.append(breaker.probe_at() - now)
         now = breaker.probe_at()
         assert breaker.started(now)
@@ -231,5 +231,5 @@ def test_what_was_closed_to_one_owner_is_closed_to_all_when_a_failure_is_healed(
     for _ in range(2):
         breaker.failed(NOW, 0.0, owners=["me"])
     assert breaker.allows_others()
-    assert breaker.healed(NOW, 0.0, may_open=True)
+    assert breaker.record_recovery(NOW, 0.0, may_open=True)
     assert not breaker.allows_others() and breaker.probe_at() > NOW

@@ -9,19 +9,19 @@ from typing import Any
 import pytest
 
 from carpool.admission.gate import Gate
-from carpool.admission.shedding import Door, TierRule
+from carpool.admission.shedding import LoadShedder, TierRule
 from carpool.batching.loop import BatchLoop
 from carpool.batching.policy import Fixed
 from carpool.broker.memory import MemoryBroker
-from carpool.composition.shedding import DOOR_TICK_S, learn_own
+from carpool.composition.shedding import SHEDDER_TICK_S, learn_own
 from carpool.core.errors import CarpoolError
 from carpool.core.outcome import Outcome
 from carpool.core.request import Request
-from carpool.testing import Answer, Call, FakeClock, FakeUpstream, echo, inputs_of, make_request
+from carpool.testing import FakeClock, FakeUpstream, UpstreamCall, UpstreamResponse, echo, inputs_of, make_request
 from carpool.upstream.codecs import JsonCodec
 from carpool.upstream.dispatch import UpstreamDispatcher
-from carpool.upstream.offenders import Offenders
 from carpool.upstream.pool import Pool
+from carpool.upstream.quarantine import Quarantine
 
 ENTERPRISE, PAID, FREE = range(3)
 TIERS = [TierRule(0.05, 1.0, "enterprise"), TierRule(0.15, 0.5, "paid"), TierRule(0.5, 0.25, "free")]
@@ -35,7 +35,7 @@ class SlowEndpoint(FakeUpstream):
 
     input_s = 0.0
 
-    async def post(self, call: Call, timeout_s: float) -> Answer:
+    async def post(self, call: UpstreamCall, timeout_s: float) -> UpstreamResponse:
         self.then(echo, delay_s=0.05 + self.input_s * len(inputs_of(call)) if self.input_s else CALL_S)
         return await super().post(call, timeout_s)
 
@@ -68,9 +68,9 @@ class Scene:
         self.clock.run(started())
 
     def _start(self) -> None:
-        clock, offenders = self.clock, Offenders()
+        clock, quarantined = self.clock, Quarantine()
         self._broker = MemoryBroker(
-            waiting_max=10_000, bytes_max=10**9, lanes_max=64, tiers=3, offenders=offenders, clock=clock
+            waiting_max=10_000, bytes_max=10**9, lanes_max=64, tiers=3, quarantined=quarantined, clock=clock
         )
         endpoint = SlowEndpoint("gpu", 1)
         endpoint.input_s = self._input_s
@@ -84,7 +84,7 @@ class Scene:
             attempts=3,
             backoff_s=0.05,
             model="m",
-            offenders=offenders,
+            quarantined=quarantined,
             max_batch=lambda: BATCH,
             others_waiting=lambda: self._broker.most_waiting("m"),
             all_waiting=lambda: self._broker.all_waiting("m"),
@@ -94,9 +94,9 @@ class Scene:
         self._loop = BatchLoop(
             "m", self._broker, self._pool, self._dispatcher, Fixed(), max_batch=BATCH, max_wait_s=0.005, clock=clock
         )
-        self._door = Door(TIERS, self._standings(), queue_s=QUEUE_S)
+        self._shedder = LoadShedder(TIERS, self._stats_by_tier(), queue_s=QUEUE_S)
         nothing: Any = None
-        self._gate = Gate(self._broker, nothing, {"m": self._pool}, lowest_tier=FREE, doors={"m": self._door})
+        self._gate = Gate(self._broker, nothing, {"m": self._pool}, lowest_tier=FREE, shedders={"m": self._shedder})
 
     def _service(self) -> Any:
         return SimpleNamespace(
@@ -106,16 +106,16 @@ class Scene:
             lane_counts=lambda: self._broker.lane_counts("m", BATCH),
         )
 
-    def _standings(self) -> list[Any]:
-        return [self._broker.standing("m", tier) for tier in range(3)]
+    def _stats_by_tier(self) -> list[Any]:
+        return [self._broker.queue_stats("m", tier) for tier in range(3)]
 
     async def _ticks(self) -> None:
         while True:
             for _ in range(10):
-                await asyncio.sleep(DOOR_TICK_S / 10)
+                await asyncio.sleep(SHEDDER_TICK_S / 10)
                 self._broker.expire(self.clock())
-            learn_own(self._door, self._service(), self._standings())
-            self._door.tick(DOOR_TICK_S, self.clock())
+            learn_own(self._shedder, self._service(), self._stats_by_tier())
+            self._shedder.tick(SHEDDER_TICK_S, self.clock())
 
     def send(
         self, name: str, tier: int = FREE, *, owner: str = "", timeout_s: float = 0.0, parameters: bytes = b""

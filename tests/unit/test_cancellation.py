@@ -17,7 +17,17 @@ from carpool.broker.tasks import Tasks
 from carpool.core.errors import CarpoolError, ClientLeft, InputRefused, QueueFull, UnknownTask
 from carpool.core.outcome import Output
 from carpool.core.request import ADMITTED, DONE, QUEUED, RUNNING, Request
-from carpool.testing import ANYBODY, Answer, Call, FakeClock, FakeUpstream, Witness, echo, inputs_of, make_request
+from carpool.testing import (
+    ANYBODY,
+    FakeClock,
+    FakeUpstream,
+    UpstreamCall,
+    UpstreamResponse,
+    Witness,
+    echo,
+    inputs_of,
+    make_request,
+)
 from carpool.upstream.codecs import JsonCodec
 from carpool.upstream.dispatch import UpstreamDispatcher
 from carpool.upstream.pool import Pool
@@ -176,9 +186,9 @@ def test_all_left_while_running_and_the_slot_serves_the_next() -> None:
 
 def test_left_between_two_attempts() -> None:
     async def scene(stand: Stand) -> None:
-        def fail(call: Call) -> Answer:
+        def fail(call: UpstreamCall) -> UpstreamResponse:
             stand.broker.cancel(requests[2])
-            return Answer(503, b"")
+            return UpstreamResponse(503, b"")
 
         stand.gpu.then(fail)
         requests = stand.arrive("a", "b", "c", "d")
@@ -192,8 +202,8 @@ def test_left_between_two_attempts() -> None:
 def test_left_during_a_bisection() -> None:
     """The poison, an innocent, or all of them: they are not sent again, and everybody else gets his output."""
 
-    def refuse_c(call: Call) -> Answer:
-        return Answer(422, b"{}") if b'"c"' in inputs_of(call) else echo(call)
+    def refuse_c(call: UpstreamCall) -> UpstreamResponse:
+        return UpstreamResponse(422, b"{}") if b'"c"' in inputs_of(call) else echo(call)
 
     for leaving in (["c"], ["a"], ["c", "d"], ["a", "b", "c", "d"]):
 
@@ -222,7 +232,7 @@ def test_left_while_waiting_for_the_slot_of_a_bisection_s_step() -> None:
         stand.check_left(*requests[2:])
         stand.check_answered(*requests[:2])
 
-    gpu = FakeUpstream().then(Answer(500, b"")).then(echo, delay_s=0.2, times=20)
+    gpu = FakeUpstream().then(UpstreamResponse(500, b"")).then(echo, delay_s=0.2, times=20)
     assert play(scene, gpu=gpu).sent() == ["a", "b", "c", "d", "a", "b"]
 
 
@@ -324,7 +334,7 @@ class TaskStand(Stand):
     def send_now(self) -> None:
         """Let the longest wait be over."""
         self.clock.advance(1.0)
-        self.loop.ring()
+        self.loop.notify()
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from carpool.upstream.call_ids import CallIds, is_for_another_call
 from carpool.upstream.codecs import Codec, JsonCodec, KServeV1Codec, ProtocolFaultError, make_codec
 from carpool.upstream.codecs.base import TOKENS_MAX, apportion, nulls_for_not_a_number
 from carpool.upstream.codecs.v2_messages import decode_response, encode_request
-from carpool.upstream.endpoint import Answer, AttemptFailedError, Call
+from carpool.upstream.endpoint import AttemptFailedError, UpstreamCall, UpstreamResponse
 from carpool.upstream.grpc_endpoint import GrpcEndpoint
 from support.processes import PATIENCE_S, until
 
@@ -48,7 +48,7 @@ def members(codec: Codec, values: list[bytes], parameters: bytes = b"", model: s
 def decoded(codec: Codec, body: bytes, batch: list[Request] | int) -> list[bytes]:
     if isinstance(batch, int):
         batch = members(JsonCodec(), [b"0"] * batch)
-    return [bytes(part.value) for part in codec.decode(Answer(200, body), batch)]  # type: ignore[call-overload]
+    return [bytes(part.value) for part in codec.decode(UpstreamResponse(200, body), batch)]  # type: ignore[call-overload]
 
 
 def test_every_protocol_has_a_codec_and_can_be_configured() -> None:
@@ -82,7 +82,7 @@ def told(codec: Codec, fields: dict[str, Any], sizes: tuple[int, ...] = (4, 8)) 
     """Tokens and version of each member, whose inputs are this long."""
     body = json.dumps({"outputs": [0] * len(sizes), **fields}).encode()
     batch = members(codec, [b"1" * size for size in sizes])
-    return [(part.tokens_used, part.model_version) for part in codec.decode(Answer(200, body), batch)]
+    return [(part.tokens_used, part.model_version) for part in codec.decode(UpstreamResponse(200, body), batch)]
 
 
 def test_json_tells_tokens_and_versions() -> None:
@@ -265,7 +265,7 @@ def test_embeddings_go_by_index() -> None:
         {"object":"embedding","index":0,"embedding":"AAAA"},
         {"object":"embedding","index":1,"embedding":[1.0, 1]}]}"""
     batch = members(EMBEDDINGS, [b'"aa"', b'"bbbbbb"', b'"aa"'])
-    parts = EMBEDDINGS.decode(Answer(200, body), batch)
+    parts = EMBEDDINGS.decode(UpstreamResponse(200, body), batch)
     assert decoded(EMBEDDINGS, body, batch) == [b'"AAAA"', b"[1.0, 1]", b"[2.0]"]
     assert [part.tokens_used for part in parts] == [2, 5, 3]
 
@@ -302,7 +302,7 @@ def test_completions_go_by_index_which_is_not_passed_on() -> None:
             "usage": {"prompt_tokens": 4, "completion_tokens": 11},
         },
     ]
-    assert [part.tokens_used for part in COMPLETIONS.decode(Answer(200, body), batch)] == [4 + 3, 4 + 11]
+    assert [part.tokens_used for part in COMPLETIONS.decode(UpstreamResponse(200, body), batch)] == [4 + 3, 4 + 11]
 
 
 def test_completions_can_be_their_texts() -> None:
@@ -312,16 +312,16 @@ def test_completions_can_be_their_texts() -> None:
     for usage, tokens in (({}, [None, None]), ({"usage": {"prompt_tokens": 8, "completion_tokens": 9}}, [5, 12])):
         body = json.dumps({"choices": choices, **usage}).encode()
         assert decoded(codec, body, batch) == [b'"x"', b'"long \\"text\\""']
-        assert [part.tokens_used for part in codec.decode(Answer(200, body), batch)] == tokens
+        assert [part.tokens_used for part in codec.decode(UpstreamResponse(200, body), batch)] == tokens
     for text in ("null", "5", "{}"):
         with pytest.raises(ProtocolFaultError, match="`text` of a choice"):
             decoded(codec, b'{"choices":[{"text":%b,"index":0}]}' % text.encode(), batch[:1])
 
 
 def test_tokens_are_unknown_where_the_server_does_not_say() -> None:
-    answer = Answer(200, b'{"choices":[{"text":"x","index":0}]}')
+    answer = UpstreamResponse(200, b'{"choices":[{"text":"x","index":0}]}')
     assert COMPLETIONS.decode(answer, members(COMPLETIONS, [b'"a"']))[0].tokens_used is None
-    answer = Answer(200, b'{"data":[{"embedding":[1],"index":0}]}')
+    answer = UpstreamResponse(200, b'{"data":[{"embedding":[1],"index":0}]}')
     assert EMBEDDINGS.decode(answer, members(EMBEDDINGS, [b'"a"']))[0].tokens_used is None
 
 
@@ -334,7 +334,7 @@ def test_tokens_that_nobody_can_have_used_are_a_fault(field: str) -> None:
     def tokens_used(number: float) -> int | None:
         usage = {"prompt_tokens": 0, field: number} if codec is COMPLETIONS else {field: number}
         body = json.dumps({"data": [part], "choices": [part], "usage": usage}).encode()
-        return codec.decode(Answer(200, body), members(codec, [b'"a"']))[0].tokens_used
+        return codec.decode(UpstreamResponse(200, body), members(codec, [b'"a"']))[0].tokens_used
 
     assert [tokens_used(number) for number in (0, 7, TOKENS_MAX)] == [0, 7, TOKENS_MAX]
     for number in (-1, TOKENS_MAX + 1, 2**63, 2**64, 10**24, -(10**24), 0.5):
@@ -347,7 +347,7 @@ def test_a_member_who_left_keeps_its_share_of_the_tokens() -> None:
     batch = members(EMBEDDINGS, [b'"aaaa"', b'"aaaa"'])
     batch[0].settle(Malformed("left"), 0.0)
     body = b'{"data":[{"embedding":[1],"index":0},{"embedding":[2],"index":1}],"usage":{"total_tokens":10}}'
-    assert [part.tokens_used for part in EMBEDDINGS.decode(Answer(200, body), batch)] == [5, 5]
+    assert [part.tokens_used for part in EMBEDDINGS.decode(UpstreamResponse(200, body), batch)] == [5, 5]
 
 
 @pytest.mark.parametrize(
@@ -584,7 +584,7 @@ def v2_answer(batch: int, **output: object) -> bytes:
 @pytest.mark.parametrize("data", [[1, 2, 3, 4], [[1, 2], [3, 4]]], ids=["flat", "nested"])
 def test_v2_json_answer(data: list[Any]) -> None:
     batch = members(V2, [tensor(shape=[1, 1], data=[1])] * 2)
-    parts = V2.decode(Answer(200, v2_answer(2, data=data)), batch)
+    parts = V2.decode(UpstreamResponse(200, v2_answer(2, data=data)), batch)
     assert [json.loads(bytes(part.value)) for part in parts] == [  # type: ignore[call-overload]
         [{"name": "y", "datatype": "FP32", "shape": [1, 2], "data": [1, 2]}],
         [{"name": "y", "datatype": "FP32", "shape": [1, 2], "data": [3, 4]}],
@@ -707,7 +707,7 @@ def test_a_call_bears_its_id() -> None:
 def test_an_answer_with_its_id_or_without_one_of_ours_is_trusted(answered: object) -> None:
     """Not every server repeats the id, and some make up their own."""
     body = json.loads(v2_answer(1, data=[1, 2])) | {"id": answered}
-    [part] = V2.decode(Answer(200, json.dumps(body).encode()), members(JsonCodec(), [b"0"]), MINE)
+    [part] = V2.decode(UpstreamResponse(200, json.dumps(body).encode()), members(JsonCodec(), [b"0"]), MINE)
     assert part.model_version == "3"
 
 
@@ -715,17 +715,17 @@ def test_an_answer_with_its_id_or_without_one_of_ours_is_trusted(answered: objec
 def test_an_answer_for_another_call_is_a_fault(other: str) -> None:
     body = json.loads(v2_answer(1, data=[1, 2])) | {"id": other}
     with pytest.raises(ProtocolFaultError, match="for another call") as fault:
-        V2.decode(Answer(200, json.dumps(body).encode()), members(JsonCodec(), [b"0"]), MINE)
+        V2.decode(UpstreamResponse(200, json.dumps(body).encode()), members(JsonCodec(), [b"0"]), MINE)
     assert other not in str(fault.value)
     message = RESPONSE_BYTES.replace(b"\x1a\x03abc", b"\x1a" + bytes([len(other)]) + other.encode())
     with pytest.raises(ProtocolFaultError, match="for another call"):
-        GRPC.decode(Answer(200, message), members(JsonCodec(), [b"0"] * 2), MINE)
+        GRPC.decode(UpstreamResponse(200, message), members(JsonCodec(), [b"0"] * 2), MINE)
 
 
 def test_over_grpc_too_an_answer_may_bear_its_id_or_none() -> None:
     for found in (b"\x1a\x0e" + MINE.encode(), b""):
         message = RESPONSE_BYTES.replace(b"\x1a\x03abc", found)
-        assert len(GRPC.decode(Answer(200, message), members(JsonCodec(), [b"0"] * 2), MINE)) == 2
+        assert len(GRPC.decode(UpstreamResponse(200, message), members(JsonCodec(), [b"0"] * 2), MINE)) == 2
 
 
 def test_no_two_calls_have_the_same_id() -> None:
@@ -828,7 +828,7 @@ def test_grpc_answers_are_cut_like_those_of_http() -> None:
     ]
     assert base64.b64decode(as_b64[0]["b64"]) == struct.pack("<f", 2.5)
     assert base64.b64decode(as_b64[1]["b64"]) == struct.pack("<q", 300)
-    assert {part.model_version for part in GRPC.decode(Answer(200, RESPONSE_BYTES), batch)} == {"7"}
+    assert {part.model_version for part in GRPC.decode(UpstreamResponse(200, RESPONSE_BYTES), batch)} == {"7"}
     with pytest.raises(ProtocolFaultError):
         decoded(GRPC, RESPONSE_BYTES, 3)
 
@@ -901,8 +901,8 @@ async def echo(message: bytes, context: Any) -> bytes:
 async def test_grpc_bytes_in_and_out(serve: Serve) -> None:
     endpoint = GrpcEndpoint(await serve(echo), 2, 1 << 20)
     await until(endpoint.accepts_connections)  # which waits for a second, and the machine may be busy
-    answers = await asyncio.gather(*(endpoint.post(Call(b"abc%d" % n), PATIENCE_S) for n in range(3)))
-    assert answers == [Answer(200, b"%dcba" % n) for n in range(3)]
+    answers = await asyncio.gather(*(endpoint.post(UpstreamCall(b"abc%d" % n), PATIENCE_S) for n in range(3)))
+    assert answers == [UpstreamResponse(200, b"%dcba" % n) for n in range(3)]
     await endpoint.close()
 
 
@@ -914,7 +914,7 @@ async def test_grpc_headers_of_a_call_are_metadata(serve: Serve) -> None:
         return message
 
     endpoint = GrpcEndpoint(await serve(note), 1, 1 << 20)
-    await endpoint.post(Call(b"", headers=(("traceparent", "00-1-2-01"),)), PATIENCE_S)
+    await endpoint.post(UpstreamCall(b"", headers=(("traceparent", "00-1-2-01"),)), PATIENCE_S)
     assert seen[0]["traceparent"] == "00-1-2-01"
     await endpoint.close()
 
@@ -940,7 +940,7 @@ async def test_grpc_status(serve: Serve, code: str, status: int) -> None:
         raise AssertionError
 
     endpoint = GrpcEndpoint(await serve(fail), 1, 1 << 20)
-    answer = await endpoint.post(Call(b""), PATIENCE_S)
+    answer = await endpoint.post(UpstreamCall(b""), PATIENCE_S)
     assert (answer.status, json.loads(answer.body)) == (status, {"error": 'what "happened"'})
     await endpoint.close()
 
@@ -948,11 +948,11 @@ async def test_grpc_status(serve: Serve, code: str, status: int) -> None:
 async def test_grpc_messages_over_a_limit(serve: Serve) -> None:
     url = await serve(echo)
     endpoint = GrpcEndpoint(url, 1, answer_bytes_max=1000)
-    assert (await endpoint.post(Call(b"x" * 900), PATIENCE_S)).status == 200
+    assert (await endpoint.post(UpstreamCall(b"x" * 900), PATIENCE_S)).status == 200
     with pytest.raises(AttemptFailedError, match="longer than 1000 bytes"):
-        await endpoint.post(Call(b"x" * 1100), PATIENCE_S)
+        await endpoint.post(UpstreamCall(b"x" * 1100), PATIENCE_S)
     # More than the server takes by default: it is the batch that is too large.
-    assert (await endpoint.post(Call(b"x" * (5 << 20)), PATIENCE_S)).status == 413
+    assert (await endpoint.post(UpstreamCall(b"x" * (5 << 20)), PATIENCE_S)).status == 413
     await endpoint.close()
 
 
@@ -973,7 +973,7 @@ async def test_grpc_words_that_a_client_may_have_written_make_no_call_too_long(s
         raise AssertionError
 
     endpoint = GrpcEndpoint(await serve(fail), 1, answer_bytes_max=1000)
-    assert (await endpoint.post(Call(b"abc"), 5.0)).status == 429
+    assert (await endpoint.post(UpstreamCall(b"abc"), 5.0)).status == 429
     await endpoint.close()
 
 
@@ -984,7 +984,7 @@ async def test_grpc_servers_of_several_kinds_say_that_a_call_is_too_long(serve: 
         raise AssertionError
 
     endpoint = GrpcEndpoint(await serve(fail), 1, 1 << 20)
-    assert (await endpoint.post(Call(b"abc"), 5.0)).status == 413
+    assert (await endpoint.post(UpstreamCall(b"abc"), 5.0)).status == 413
     await endpoint.close()
 
 
@@ -995,8 +995,8 @@ async def test_grpc_no_answer_in_time(serve: Serve) -> None:
 
     endpoint = GrpcEndpoint(await serve(sleep), 1, 1 << 20)
     with pytest.raises(AttemptFailedError, match="no answer within"):
-        await endpoint.post(Call(b""), 0.2)
-    call = asyncio.create_task(endpoint.post(Call(b""), PATIENCE_S))
+        await endpoint.post(UpstreamCall(b""), 0.2)
+    call = asyncio.create_task(endpoint.post(UpstreamCall(b""), PATIENCE_S))
     await asyncio.sleep(0.05)
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -1011,7 +1011,7 @@ async def test_grpc_nobody_there() -> None:
         endpoint = GrpcEndpoint(f"grpc://user:secret@127.0.0.1:{port}", 1, 1 << 20)
         assert endpoint.name == f"grpc://127.0.0.1:{port}"
         with pytest.raises(AttemptFailedError, match="no connection"):
-            await endpoint.post(Call(b""), PATIENCE_S)
+            await endpoint.post(UpstreamCall(b""), PATIENCE_S)
         assert not await endpoint.accepts_connections()
         await endpoint.close()
 

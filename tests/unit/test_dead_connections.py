@@ -11,13 +11,13 @@ from carpool.core.errors import ClientLeft, DeadlineExceeded, UpstreamFailed
 from carpool.core.outcome import Output
 from carpool.core.request import Request
 from carpool.testing import (
-    Answer,
     AttemptFailedError,
-    Call,
     ConnectionWasDeadError,
     DoubtfulAnswerError,
     FakeClock,
     FakeUpstream,
+    UpstreamCall,
+    UpstreamResponse,
     Witness,
     echo,
     make_request,
@@ -99,7 +99,14 @@ def test_a_dead_connection_costs_its_price_and_harms_nobody(
 
 
 def test_what_surely_was_not_received_takes_no_attempt() -> None:
-    stand = Stand(FakeUpstream().then(UNSENT).then(Answer(503, b"")).then(UNSENT).then(Answer(503, b"")).then(UNSENT))
+    stand = Stand(
+        FakeUpstream()
+        .then(UNSENT)
+        .then(UpstreamResponse(503, b""))
+        .then(UNSENT)
+        .then(UpstreamResponse(503, b""))
+        .then(UNSENT)
+    )
     assert {type(outcome) for outcome in stand.deliver()} == {Output}
     assert len(stand.sizes()) == ATTEMPTS + 3
 
@@ -146,14 +153,14 @@ def test_answers_in_doubt_one_after_the_other_come_to_an_end(attempts: int, call
 
 
 def test_after_a_doubt_a_failure_is_one() -> None:
-    stand = Stand(FakeUpstream().then(DOUBT).then(Answer(503, b""), times=9), attempts=1)
+    stand = Stand(FakeUpstream().then(DOUBT).then(UpstreamResponse(503, b""), times=9), attempts=1)
     assert {type(outcome) for outcome in stand.deliver()} == {UpstreamFailed}
     assert len(stand.sizes()) == 2
 
 
 @pytest.mark.parametrize("dead", [UNSENT, SENT, DOUBT], ids=["unsent", "sent", "doubt"])
 def test_whoever_left_or_expired_meanwhile_is_not_sent_again(dead: AttemptFailedError) -> None:
-    def upset(call: Call) -> Answer:
+    def upset(call: UpstreamCall) -> UpstreamResponse:
         stand.broker.cancel(stand.requests[0])
         stand.requests[1].deadline = stand.clock()
         raise dead
@@ -166,7 +173,7 @@ def test_whoever_left_or_expired_meanwhile_is_not_sent_again(dead: AttemptFailed
 
 @pytest.mark.parametrize("dead", [UNSENT, SENT], ids=["unsent", "sent"])
 def test_if_everybody_left_nothing_is_sent_again(dead: ConnectionWasDeadError) -> None:
-    def upset(call: Call) -> Answer:
+    def upset(call: UpstreamCall) -> UpstreamResponse:
         for request in stand.requests:
             stand.broker.cancel(request)
         raise dead
@@ -178,7 +185,10 @@ def test_if_everybody_left_nothing_is_sent_again(dead: ConnectionWasDeadError) -
 
 @pytest.mark.parametrize("after_s", [0.0, 0.5, 1.5])
 def test_cut_off_by_a_shutdown_the_slot_comes_back(after_s: float) -> None:
-    slow: list[tuple[ConnectionWasDeadError | Callable[[Call], Answer], float]] = [(UNSENT, 1.0), (echo, 1.0)]
+    slow: list[tuple[ConnectionWasDeadError | Callable[[UpstreamCall], UpstreamResponse], float]] = [
+        (UNSENT, 1.0),
+        (echo, 1.0),
+    ]
     stand = Stand(FakeUpstream())
     for reaction, delay_s in slow:
         stand.gpu.then(reaction, delay_s=delay_s)

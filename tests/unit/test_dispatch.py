@@ -25,11 +25,11 @@ from carpool.core.outcome import Output
 from carpool.core.ports import LaneQueue
 from carpool.core.request import DONE, Request
 from carpool.testing import (
-    Answer,
     AttemptFailedError,
-    Call,
     FakeClock,
     FakeUpstream,
+    UpstreamCall,
+    UpstreamResponse,
     Witness,
     echo,
     inputs_of,
@@ -45,30 +45,30 @@ RESET = AttemptFailedError("the call broke off")
 SAID = "the tensor is bad"
 
 
-def refusing(*poison: int, status: int = 500, said: str = SAID) -> Callable[[Call], Answer]:
+def refusing(*poison: int, status: int = 500, said: str = SAID) -> Callable[[UpstreamCall], UpstreamResponse]:
     """An API that refuses every call with one of these members of a batch in it, and answers all others."""
     bad = {b'"in %d"' % number for number in poison}
 
-    def answer(call: Call) -> Answer:
+    def answer(call: UpstreamCall) -> UpstreamResponse:
         if bad & set(inputs_of(call)):
-            return Answer(status, msgspec.json.encode({"error": said}))
+            return UpstreamResponse(status, msgspec.json.encode({"error": said}))
         return echo(call)
 
     return answer
 
 
-def taking(most: int, says: str = "", status: int = 413) -> Callable[[Call], Answer]:
+def taking(most: int, says: str = "", status: int = 413) -> Callable[[UpstreamCall], UpstreamResponse]:
     """An API that takes so many inputs at once."""
 
-    def answer(call: Call) -> Answer:
-        return Answer(status, says.encode()) if len(inputs_of(call)) > most else echo(call)
+    def answer(call: UpstreamCall) -> UpstreamResponse:
+        return UpstreamResponse(status, says.encode()) if len(inputs_of(call)) > most else echo(call)
 
     return answer
 
 
-def sick(status: int) -> Answer:
+def sick(status: int) -> UpstreamResponse:
     """What an endpoint answers that fails everything."""
-    return Answer(status, msgspec.json.encode({"error": "CUDA error: an illegal memory access"}))
+    return UpstreamResponse(status, msgspec.json.encode({"error": "CUDA error: an illegal memory access"}))
 
 
 class Graveyard:
@@ -255,7 +255,7 @@ def test_the_slot_is_free_before_the_answer_is_handed_out() -> None:
 
 @pytest.mark.parametrize("status", [429, 502, 503, 504])
 def test_an_overloaded_or_failing_endpoint_is_left_for_another(status: int) -> None:
-    bad, good = FakeUpstream("bad").then(Answer(status, b"private")), FakeUpstream("good")
+    bad, good = FakeUpstream("bad").then(UpstreamResponse(status, b"private")), FakeUpstream("good")
     stand = Stand(bad, good)
     assert kinds(stand.deliver()) == {Output}
     assert (len(bad.calls), len(good.calls)) == (1, 1)
@@ -284,9 +284,9 @@ def test_pauses_grow_and_stay_below_their_ceiling(share: float, pauses_s: list[f
     stand.random_share = share
     sent_at: list[float] = []
 
-    def fail(call: Call) -> Answer:
+    def fail(call: UpstreamCall) -> UpstreamResponse:
         sent_at.append(stand.clock())
-        return Answer(503, b"")
+        return UpstreamResponse(503, b"")
 
     stand.upstreams[0].then(fail, times=3)
     stand.deliver()
@@ -304,7 +304,7 @@ def test_no_attempt_lasts_longer_than_its_timeout_or_the_time_left() -> None:
 
 
 def test_a_pause_that_would_outlast_the_deadline_is_not_begun() -> None:
-    stand = Stand(FakeUpstream().then(Answer(503, b""), times=9))
+    stand = Stand(FakeUpstream().then(UpstreamResponse(503, b""), times=9))
     stand.random_share = 0.9  # pauses 0.09, then 0.18
     outcomes = stand.deliver(total_timeout_s=0.2)
     assert kinds(outcomes) == {UpstreamFailed}
@@ -329,7 +329,7 @@ def test_a_retry_that_finds_no_slot_gives_up_at_the_deadline() -> None:
 
 @pytest.mark.parametrize("status", [400, 422])
 def test_a_refusal_of_one_alone_is_its_own_fault(status: int) -> None:
-    stand = Stand(FakeUpstream().then(Answer(status, b"canary")))
+    stand = Stand(FakeUpstream().then(UpstreamResponse(status, b"canary")))
     (outcome,) = stand.deliver(1)
     assert isinstance(outcome, InputRefused)
     assert "canary" not in outcome.detail
@@ -338,7 +338,7 @@ def test_a_refusal_of_one_alone_is_its_own_fault(status: int) -> None:
 
 @pytest.mark.parametrize("status", [301, 401, 404])
 def test_a_refusal_of_a_batch_is_not_repeated(status: int) -> None:
-    stand = Stand(FakeUpstream("a").then(Answer(status, b"canary")), FakeUpstream("b"))
+    stand = Stand(FakeUpstream("a").then(UpstreamResponse(status, b"canary")), FakeUpstream("b"))
     outcomes = stand.deliver(2)
     assert kinds(outcomes) == {UpstreamRefused}
     assert str(status) in outcomes[0].detail and "canary" not in outcomes[0].detail
@@ -350,14 +350,14 @@ def test_a_refusal_of_a_batch_is_not_repeated(status: int) -> None:
 )
 def test_a_protocol_fault_is_everybody_s(body: bytes) -> None:
     """No output is ever matched to a member by guess, not even those that came."""
-    stand = Stand(FakeUpstream().then(Answer(200, body)))
+    stand = Stand(FakeUpstream().then(UpstreamResponse(200, body)))
     assert kinds(stand.deliver(3)) == {UpstreamProtocolFault}
     assert len(stand.upstreams[0].calls) == 1
     assert stand.dispatcher.calls["protocol-fault"] == 1
 
 
 class LyingCodec(JsonCodec):
-    def decode(self, answer: Answer, batch: Sequence[Request], call_id: str = "") -> Sequence[Decoded]:
+    def decode(self, answer: UpstreamResponse, batch: Sequence[Request], call_id: str = "") -> Sequence[Decoded]:
         return super().decode(answer, batch)[:-1]
 
 
@@ -366,7 +366,7 @@ def test_even_a_codec_that_loses_an_output_mixes_nobody_up() -> None:
 
 
 class BrokenCodec(JsonCodec):
-    def encode(self, batch: Sequence[Request], call_id: str = "") -> Call:
+    def encode(self, batch: Sequence[Request], call_id: str = "") -> UpstreamCall:
         raise RuntimeError("a defect")
 
 
@@ -383,9 +383,9 @@ def test_a_defect_inside_is_told_as_one_and_the_next_batch_goes_on(caplog: pytes
 def test_one_who_left_during_an_attempt_is_not_sent_again() -> None:
     stand = Stand()
 
-    def leave_and_fail(call: Call) -> Answer:
+    def leave_and_fail(call: UpstreamCall) -> UpstreamResponse:
         stand.broker.cancel(batch[1])
-        return Answer(503, b"")
+        return UpstreamResponse(503, b"")
 
     stand.upstreams[0].then(leave_and_fail)
     batch: list[Request] = []
@@ -423,7 +423,7 @@ def test_one_who_left_during_the_call_that_works_keeps_its_outcome() -> None:
 
 def test_nobody_is_sent_past_his_own_deadline() -> None:
     """Not even between two looks at the deadlines, when another member still has time."""
-    stand = Stand(FakeUpstream().then(Answer(503, b""), delay_s=1.0))
+    stand = Stand(FakeUpstream().then(UpstreamResponse(503, b""), delay_s=1.0))
     batch: list[Request] = []
 
     async def main() -> None:
@@ -454,10 +454,10 @@ def test_a_batch_whose_members_all_leave_is_not_tried_again() -> None:
     stand = Stand()
     batch: list[Request] = []
 
-    def leave_and_fail(call: Call) -> Answer:
+    def leave_and_fail(call: UpstreamCall) -> UpstreamResponse:
         for request in batch:
             stand.broker.cancel(request)
-        return Answer(503, b"")
+        return UpstreamResponse(503, b"")
 
     stand.upstreams[0].then(leave_and_fail)
 
@@ -504,7 +504,9 @@ def test_finish_waits_also_for_what_starts_meanwhile() -> None:
 def test_slots_of_several_batches_all_come_back(share: float) -> None:
     upstreams = [FakeUpstream(name, slots=2) for name in "abc"]
     for number, upstream in enumerate(upstreams):
-        upstream.then(RESET, delay_s=0.1 * number).then(Answer(500, b"")).then(Answer(200, b"?")).then(RESET, times=2)
+        upstream.then(RESET, delay_s=0.1 * number).then(UpstreamResponse(500, b"")).then(
+            UpstreamResponse(200, b"?")
+        ).then(RESET, times=2)
     stand = Stand(*upstreams)
     stand.random_share = share
 
@@ -773,7 +775,9 @@ def test_a_group_that_nobody_waits_for_is_no_answer() -> None:
 
 
 def test_a_step_of_a_bisection_that_breaks_off_is_tried_again() -> None:
-    stand = Stand(FakeUpstream().then(refusing(2)).then(RESET).then(Answer(503, b"")).then(refusing(2), times=99))
+    stand = Stand(
+        FakeUpstream().then(refusing(2)).then(RESET).then(UpstreamResponse(503, b"")).then(refusing(2), times=99)
+    )
     outcomes = stand.deliver(4)
     check_own(outcomes, but=[2])
     assert isinstance(outcomes[2], InputRefused)
@@ -835,7 +839,7 @@ def test_a_limit_that_the_api_names_is_learned_and_not_exceeded_again() -> None:
 
 def test_a_retry_does_not_exceed_a_limit_that_was_learned_meanwhile() -> None:
     stand = Stand(
-        FakeUpstream("a").then(Answer(503, b""), delay_s=1.0),
+        FakeUpstream("a").then(UpstreamResponse(503, b""), delay_s=1.0),
         FakeUpstream("b").then(taking(4, TOO_MANY % (8, 4), status=400)),
     )
 
@@ -866,8 +870,8 @@ def test_one_that_alone_is_too_large_is_told() -> None:
 def test_who_refuses_for_the_bytes_is_alive_however_often_a_batch_must_be_halved() -> None:
     """Down to one by one: a search that is told nothing at all would end at the eighths."""
 
-    def api(call: Call) -> Answer:
-        return Answer(413, b"") if len(call.body) > len(b'{"inputs":["in 12"]}') else echo(call)
+    def api(call: UpstreamCall) -> UpstreamResponse:
+        return UpstreamResponse(413, b"") if len(call.body) > len(b'{"inputs":["in 12"]}') else echo(call)
 
     stand = Stand(FakeUpstream().then(api, times=999))
     check_own(stand.deliver(64))
@@ -876,8 +880,8 @@ def test_who_refuses_for_the_bytes_is_alive_however_often_a_batch_must_be_halved
 
 
 def test_one_that_is_too_large_alone_leaves_the_others_their_outputs() -> None:
-    def api(call: Call) -> Answer:
-        return Answer(413, b"") if b'"in 5"' in inputs_of(call) else echo(call)
+    def api(call: UpstreamCall) -> UpstreamResponse:
+        return UpstreamResponse(413, b"") if b'"in 5"' in inputs_of(call) else echo(call)
 
     stand = Stand(FakeUpstream().then(api, times=99))
     outcomes = stand.deliver(64)
@@ -889,7 +893,7 @@ def test_one_that_is_too_large_alone_leaves_the_others_their_outputs() -> None:
 class ConfusedCodec(JsonCodec):
     """Takes for the limit what is none."""
 
-    def classify(self, answer: Answer, size: int, call_id: str = "") -> Refusal:
+    def classify(self, answer: UpstreamResponse, size: int, call_id: str = "") -> Refusal:
         return Refusal("split", batch_max=2 * size)
 
 
@@ -902,7 +906,7 @@ def test_a_limit_that_was_not_exceeded_does_not_make_a_split_go_on_for_ever() ->
 def test_poison_in_a_batch_that_is_too_large() -> None:
     poison = refusing(5, status=422)
 
-    def api(call: Call) -> Answer:
+    def api(call: UpstreamCall) -> UpstreamResponse:
         return taking(4)(call) if len(inputs_of(call)) > 4 else poison(call)
 
     stand = Stand(FakeUpstream(slots=2).then(api, times=99))
@@ -950,7 +954,7 @@ def test_a_failing_endpoint_among_three_is_left_alone() -> None:
 def test_retries_stop_when_the_budget_is_spent() -> None:
     stand = Stand(*(FakeUpstream(name) for name in "ab"), budget=RetryBudget(0.0, 0.0, kept_max=4.0))
     for upstream in stand.upstreams:
-        upstream.then(Answer(429, b""), times=99)
+        upstream.then(UpstreamResponse(429, b""), times=99)
 
     async def main() -> None:
         for _ in range(10):
@@ -961,7 +965,7 @@ def test_retries_stop_when_the_budget_is_spent() -> None:
 
 
 def test_busy_is_not_broken() -> None:
-    stand = Stand(FakeUpstream("a").then(Answer(429, b""), times=99))
+    stand = Stand(FakeUpstream("a").then(UpstreamResponse(429, b""), times=99))
 
     async def main() -> None:
         for _ in range(9):
@@ -972,9 +976,15 @@ def test_busy_is_not_broken() -> None:
 
 
 @pytest.mark.parametrize(
-    "answer", [Answer(200, b"<html>"), Answer(200, b'{"outputs":[]}'), Answer(404, b""), Answer(301, b"")]
+    "answer",
+    [
+        UpstreamResponse(200, b"<html>"),
+        UpstreamResponse(200, b'{"outputs":[]}'),
+        UpstreamResponse(404, b""),
+        UpstreamResponse(301, b""),
+    ],
 )
-def test_faults_and_refusals_that_blame_no_input_count_against_the_endpoint(answer: Answer) -> None:
+def test_faults_and_refusals_that_blame_no_input_count_against_the_endpoint(answer: UpstreamResponse) -> None:
     stand = Stand(FakeUpstream("a").then(answer, times=99))
 
     async def main() -> None:
@@ -1032,7 +1042,7 @@ class DefectiveCodec(JsonCodec):
 
     is_defective = False
 
-    def decode(self, answer: Answer, batch: Sequence[Request], call_id: str = "") -> Sequence[Decoded]:
+    def decode(self, answer: UpstreamResponse, batch: Sequence[Request], call_id: str = "") -> Sequence[Decoded]:
         if self.is_defective:
             raise ZeroDivisionError
         return super().decode(answer, batch)
@@ -1040,7 +1050,7 @@ class DefectiveCodec(JsonCodec):
 
 def test_a_defect_during_a_probe_does_not_keep_the_endpoint_out_for_ever() -> None:
     codec = DefectiveCodec()
-    stand = Stand(FakeUpstream("a").then(Answer(404, b""), times=5), codec=codec)
+    stand = Stand(FakeUpstream("a").then(UpstreamResponse(404, b""), times=5), codec=codec)
 
     async def main() -> None:
         for _ in range(5):
@@ -1060,11 +1070,11 @@ def test_a_defect_during_a_probe_does_not_keep_the_endpoint_out_for_ever() -> No
 def test_a_defect_in_one_part_leaves_the_others_their_outputs() -> None:
     codec = DefectiveCodec()
 
-    def defective(call: Call) -> Answer:
+    def defective(call: UpstreamCall) -> UpstreamResponse:
         codec.is_defective = True
         return echo(call)
 
-    def well(call: Call) -> Answer:
+    def well(call: UpstreamCall) -> UpstreamResponse:
         codec.is_defective = False
         return echo(call)
 
@@ -1106,7 +1116,9 @@ def test_a_lone_500_that_an_endpoint_known_to_be_well_repeats_is_poison() -> Non
 @pytest.mark.parametrize("status", [400, 500])
 def test_the_second_endpoint_is_asked_about_an_input_once_also_if_it_never_says_anything(status: int) -> None:
     """It is busy, so the first one is asked again and refuses again: that is no news, and no reason to go on."""
-    stand = Stand(FakeUpstream("a").then(sick(status), times=999), FakeUpstream("b").then(Answer(429, b""), times=999))
+    stand = Stand(
+        FakeUpstream("a").then(sick(status), times=999), FakeUpstream("b").then(UpstreamResponse(429, b""), times=999)
+    )
     (outcome,) = stand.deliver(1, total_timeout_s=60.0)
     assert isinstance(outcome, InputRefused if status == 400 else UpstreamFailed)
     assert [len(upstream.calls) for upstream in stand.upstreams] == [2, 1]
@@ -1171,7 +1183,7 @@ def test_poison_in_a_batch_that_one_in_doubt_refused_is_found() -> None:
 
 
 def test_an_endpoint_that_breaks_its_protocol_is_left_for_another() -> None:
-    stand = Stand(FakeUpstream("a").then(Answer(200, b"<html>")), FakeUpstream("b"))
+    stand = Stand(FakeUpstream("a").then(UpstreamResponse(200, b"<html>")), FakeUpstream("b"))
     check_own(stand.deliver(3))
     assert stand.failed() == {"a": 1, "b": 0}
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 import pytest
 
 from carpool.broker.redis.fleet.servers import NodeFacts, check_cluster, check_sentinels, parse_info
-from carpool.broker.redis.fleet.view import Beat, FleetView, Member, ModelBeat
+from carpool.broker.redis.fleet.view import FleetMember, FleetView, Heartbeat, ModelHeartbeat
 from carpool.core.finding import Finding, Level
 from carpool.tools.doctor_checks import (
     ReplyStream,
@@ -43,8 +43,10 @@ def judged(finding: Finding) -> Level:
 def fleet(
     *batchers: str, gateways: tuple[str, ...] = ("g",), silent: tuple[str, ...] = (), unreadable: int = 0
 ) -> FleetView:
-    def member(name: str, is_live: bool) -> Member:
-        return Member(name, 0.1, is_live, "2023-11-14T22:13:20.000Z", Beat(status="ok", models={"m": ModelBeat()}))
+    def member(name: str, is_live: bool) -> FleetMember:
+        return FleetMember(
+            name, 0.1, is_live, "2023-11-14T22:13:20.000Z", Heartbeat(status="ok", models={"m": ModelHeartbeat()})
+        )
 
     return FleetView(
         0.0,

@@ -69,7 +69,7 @@ def test_what_is_ready_runs_between_two_turns() -> None:
     VirtualClock().run(main())
 
 
-class Taking(asyncio.Transport):
+class BatchBuilder(asyncio.Transport):
     """Takes what is written."""
 
     def __init__(self) -> None:
@@ -96,8 +96,8 @@ def test_whoever_sends_many_at_once_has_one_place() -> None:
     def refuse(exchange: Exchange) -> None:
         respond_problem(exchange, UnknownModel("no"))
 
-    def sent(state: HttpState, requests: int) -> Taking:
-        connection, transport = Connection(state), Taking()
+    def sent(state: HttpState, requests: int) -> BatchBuilder:
+        connection, transport = Connection(state), BatchBuilder()
         connection.connection_made(transport)
         connection.data_received(b"GET / HTTP/1.1\r\nHost: h\r\n\r\n" * requests)
         return transport
@@ -126,7 +126,7 @@ def test_errors_that_many_are_told_keep_to_it_too() -> None:
 
     async def main() -> None:
         state = HttpState(lambda exchange: exchange.sink.answer_error(exchange, error), HttpLimits())
-        asking = [(Connection(state), Taking()) for _ in range(2 * ERRORS_A_TURN + 50)]
+        asking = [(Connection(state), BatchBuilder()) for _ in range(2 * ERRORS_A_TURN + 50)]
         for connection, transport in asking:
             connection.connection_made(transport)
             connection.data_received(request)  # its head is known from here on

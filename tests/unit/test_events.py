@@ -10,7 +10,7 @@ import pytest
 
 from carpool.broker.journal import Journal
 from carpool.broker.memory import MemoryBroker
-from carpool.broker.parking import Parking
+from carpool.broker.pending import PendingRequests
 from carpool.broker.tasks import Tasks
 from carpool.core.batch import Batch
 from carpool.core.errors import CarpoolError, ClientLeft, QueueFull, QueueTimeout
@@ -154,14 +154,14 @@ def test_what_another_broker_holds_is_settled_there() -> None:
 
 def test_what_is_parked_at_a_gateway_is_told_of_by_it() -> None:
     clock, events, log = FakeClock(), Events(), EventLog()
-    parking = Parking(waiting_max=2, bytes_max=1000, models=["m"], events=events, clock=clock)
+    pending = PendingRequests(waiting_max=2, bytes_max=1000, models=["m"], events=events, clock=clock)
     events.subscribe(log)
     requests = [make_request(name, Witness(), now=clock()) for name in ("a", "b", "out")]
-    assert [parking.park(request) is None for request in requests] == [True, True, False]
+    assert [pending.park(request) is None for request in requests] == [True, True, False]
     call = CallFacts(1, 0.1, endpoint="gpu")
     for _ in range(2):  # the second time nobody waits any more
-        parking.settle_all([(requests[0].number, 0, 0.1, b'"out"', None)], [call])
-        parking.fail(requests[1].number, ClientLeft("the client left"))
+        pending.settle_all([(requests[0].number, 0, 0.1, b'"out"', None)], [call])
+        pending.fail(requests[1].number, ClientLeft("the client left"))
     assert log.told == [("admitted", "a"), ("admitted", "b"), ("settled", "a"), ("settled", "b")]
     assert call_of(log.outcomes["a"]) is call
     assert isinstance(log.outcomes["b"], ClientLeft)

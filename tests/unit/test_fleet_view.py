@@ -11,11 +11,11 @@ from carpool.broker.redis.fleet.view import (
     ENDPOINTS_MAX,
     MEMBERS_MAX,
     MODELS_MAX,
-    Beat,
-    EndpointBeat,
+    EndpointHeartbeat,
     FleetView,
-    ModelBeat,
-    encode_beat,
+    Heartbeat,
+    ModelHeartbeat,
+    encode_heartbeat,
     fleet_health,
     fleet_state,
     read_view,
@@ -38,8 +38,8 @@ from carpool.testing import Witness, make_output, make_request
 NOW_MS = 1_700_000_000_000
 
 
-def endpoint(name: str = "http://gpu-1:9000/infer") -> EndpointBeat:
-    return EndpointBeat(
+def endpoint(name: str = "http://gpu-1:9000/infer") -> EndpointHeartbeat:
+    return EndpointHeartbeat(
         name=name,
         status="healthy",
         current_utilization=0.5,
@@ -51,8 +51,8 @@ def endpoint(name: str = "http://gpu-1:9000/infer") -> EndpointBeat:
     )
 
 
-def model(*endpoints: EndpointBeat, **facts: Any) -> ModelBeat:
-    said = ModelBeat(
+def model(*endpoints: EndpointHeartbeat, **facts: Any) -> ModelHeartbeat:
+    said = ModelHeartbeat(
         slots=4,
         healthy_slots=3,
         in_flight=2,
@@ -65,8 +65,8 @@ def model(*endpoints: EndpointBeat, **facts: Any) -> ModelBeat:
     return msgspec.structs.replace(said, **facts)
 
 
-def value(beat: bytes, age_ms: int = 0) -> bytes:
-    return b"%d %b" % (NOW_MS - age_ms, beat)
+def value(heartbeat: bytes, age_ms: int = 0) -> bytes:
+    return b"%d %b" % (NOW_MS - age_ms, heartbeat)
 
 
 def view(gateways: dict[bytes, bytes] | None = None, batchers: dict[bytes, bytes] | None = None) -> FleetView:
@@ -74,23 +74,29 @@ def view(gateways: dict[bytes, bytes] | None = None, batchers: dict[bytes, bytes
     return read_view([NOW_MS, *flat], seen_at=10.0, stale_s=1.5)
 
 
-def batcher(age_ms: int = 0, status: str = "ok", **models: ModelBeat) -> bytes:
-    return value(encode_beat(Beat(status=status, models=models), with_models=True), age_ms)
+def batcher(age_ms: int = 0, status: str = "ok", **models: ModelHeartbeat) -> bytes:
+    return value(encode_heartbeat(Heartbeat(status=status, models=models), with_models=True), age_ms)
 
 
 def gateway(age_ms: int = 0, **description: Any) -> bytes:
-    return value(encode_beat(Beat(status="ok", **description), with_models=False), age_ms)
+    return value(encode_heartbeat(Heartbeat(status="ok", **description), with_models=False), age_ms)
 
 
 def test_what_is_said_is_read() -> None:
     seen = view({b"g": gateway(in_flight=7, rate=12.5, mode="redis")}, {b"b": batcher(m=model())})
     (one,) = seen.gateways
-    assert (one.name, one.status, one.beat.in_flight, one.beat.rate, one.beat.mode) == ("g", "ok", 7, 12.5, "redis")
+    assert (one.name, one.status, one.heartbeat.in_flight, one.heartbeat.rate, one.heartbeat.mode) == (
+        "g",
+        "ok",
+        7,
+        12.5,
+        "redis",
+    )
     assert one.last_heartbeat == "2023-11-14T22:13:20.000Z"
     (two,) = seen.batchers
-    assert two.beat.models["m"].mean_batch_size == 60.0
+    assert two.heartbeat.models["m"].mean_batch_size == 60.0
     # A batcher's own numbers follow from its models.
-    assert (two.beat.in_flight, two.beat.current_utilization) == (2, 0.5)
+    assert (two.heartbeat.in_flight, two.heartbeat.current_utilization) == (2, 0.5)
 
 
 def test_the_silent_are_offline_and_count_for_nothing() -> None:
@@ -229,20 +235,20 @@ def test_a_beat_is_cut_to_its_bounds() -> None:
     endpoints = [endpoint(f"http://gpu-{number}/{'x' * 500}") for number in range(ENDPOINTS_MAX + 5)]
     models = {f"m{number}": model() for number in range(MODELS_MAX + 5)} | {}
     models["m0"] = model(*endpoints, slots=10**12, healthy_slots=-1, current_utilization=7.0)
-    beat = encode_beat(Beat("x" * 100, models=models), with_models=True)
-    assert len(beat) <= BEAT_BYTES_MAX
-    (member,) = view(None, {b"b": value(beat)}).batchers
-    assert len(member.beat.models) == MODELS_MAX
-    assert member.beat.models["m0"].slots == 10**9
-    assert member.beat.models["m0"].healthy_slots == 0
-    assert member.beat.models["m0"].current_utilization == 1.0
+    heartbeat = encode_heartbeat(Heartbeat("x" * 100, models=models), with_models=True)
+    assert len(heartbeat) <= BEAT_BYTES_MAX
+    (member,) = view(None, {b"b": value(heartbeat)}).batchers
+    assert len(member.heartbeat.models) == MODELS_MAX
+    assert member.heartbeat.models["m0"].slots == 10**9
+    assert member.heartbeat.models["m0"].healthy_slots == 0
+    assert member.heartbeat.models["m0"].current_utilization == 1.0
 
 
 def test_many_short_endpoints_are_all_shown() -> None:
     endpoints = [endpoint(f"http://gpu-{number}/") for number in range(500)]
-    beat = encode_beat(Beat("ok", models={"m": model(*endpoints)}), with_models=True)
-    (member,) = view(None, {b"b": value(beat)}).batchers
-    assert len(member.beat.models["m"].endpoints) == 500
+    heartbeat = encode_heartbeat(Heartbeat("ok", models={"m": model(*endpoints)}), with_models=True)
+    (member,) = view(None, {b"b": value(heartbeat)}).batchers
+    assert len(member.heartbeat.models["m"].endpoints) == 500
 
 
 def test_the_outline_changes_with_what_matters_alone() -> None:

@@ -11,14 +11,16 @@ import pytest
 
 from carpool.broker.redis.batcher.history import RETURNS_MAX
 from carpool.core.errors import InputRefused, UpstreamError
-from carpool.testing import Answer, AttemptFailedError, Call, FakeUpstream, echo, inputs_of
+from carpool.testing import AttemptFailedError, FakeUpstream, UpstreamCall, UpstreamResponse, echo, inputs_of
 from support.sick_endpoints import FAULTS
 from support.virtual_fleet import VirtualFleet, answered
 
 SERVICE_S = 0.05
 
 
-def endpoint(behaviour: Callable[[Call], Answer] | Answer, name: str, seconds: float = SERVICE_S) -> FakeUpstream:
+def endpoint(
+    behaviour: Callable[[UpstreamCall], UpstreamResponse] | UpstreamResponse, name: str, seconds: float = SERVICE_S
+) -> FakeUpstream:
     """One that always answers in this way."""
 
     class Endpoint(FakeUpstream):
@@ -26,7 +28,7 @@ def endpoint(behaviour: Callable[[Call], Answer] | Answer, name: str, seconds: f
             super().__init__(name)
             self.sent: list[bytes] = []
 
-        async def post(self, call: Call, timeout_s: float) -> Answer:
+        async def post(self, call: UpstreamCall, timeout_s: float) -> UpstreamResponse:
             self.sent += inputs_of(call)
             self.then(behaviour, delay_s=seconds)
             return await super().post(call, timeout_s)
@@ -34,17 +36,17 @@ def endpoint(behaviour: Callable[[Call], Answer] | Answer, name: str, seconds: f
     return Endpoint()
 
 
-def kills(call: Call) -> Answer:
+def kills(call: UpstreamCall) -> UpstreamResponse:
     """A server that dies of one input, with all that it has, and is there again."""
     if any(b"deadly" in value for value in inputs_of(call)):
         raise AttemptFailedError("the call broke off")
     return echo(call)
 
 
-def refuses(call: Call, status: int = 500) -> Answer:
+def refuses(call: UpstreamCall, status: int = 500) -> UpstreamResponse:
     """A server that answers with an error to a batch with a bad input."""
     if any(b"bad" in value for value in inputs_of(call)):
-        return Answer(status, msgspec.json.encode({"error": "no"}))
+        return UpstreamResponse(status, msgspec.json.encode({"error": "no"}))
     return echo(call)
 
 
@@ -60,7 +62,7 @@ def test_one_of_two_batchers_is_sick(fault: str, owners: int) -> None:
     fleet = VirtualFleet(endpoint(FAULTS[fault], "sick", 0.005), endpoint(echo, "well"))
     fleet.run(lambda: load(fleet, 300, owners))
     assert answered(fleet.entries) == len(fleet.entries)
-    assert not fleet.stands[0].offenders and not fleet.stands[1].offenders
+    assert not fleet.stands[0].quarantined and not fleet.stands[1].quarantined
     assert all(stand.dispatcher.poisoned == 0 for stand in fleet.stands)
 
 
@@ -68,8 +70,8 @@ def test_one_of_two_batchers_is_sick(fault: str, owners: int) -> None:
 def test_one_that_is_slow_to_fail_now_and_then_keeps_nobody(seed: int) -> None:
     chance, sick = Random(seed), False
 
-    def answer(call: Call) -> Answer:
-        return Answer(500, b"{}") if sick else echo(call)
+    def answer(call: UpstreamCall) -> UpstreamResponse:
+        return UpstreamResponse(500, b"{}") if sick else echo(call)
 
     fleet = VirtualFleet(endpoint(answer, "slow", 0.2), endpoint(echo, "well", 0.2), max_batch=64)
 
@@ -82,7 +84,7 @@ def test_one_that_is_slow_to_fail_now_and_then_keeps_nobody(seed: int) -> None:
 
     fleet.run(main)
     assert answered(fleet.entries) == len(fleet.entries)
-    assert all(stand.dispatcher.poisoned == 0 and not stand.offenders for stand in fleet.stands)
+    assert all(stand.dispatcher.poisoned == 0 and not stand.quarantined for stand in fleet.stands)
 
 
 @pytest.mark.parametrize("fault", ["400", "500"])
@@ -99,8 +101,8 @@ def test_one_that_refuses_everything_blames_nobody(fault: str) -> None:
 def test_an_endpoint_that_fails_half_of_its_calls_blames_no_input(seed: int) -> None:
     chance = Random(seed)
 
-    def half(call: Call) -> Answer:
-        return Answer(500, b"{}") if chance.random() < 0.5 else echo(call)
+    def half(call: UpstreamCall) -> UpstreamResponse:
+        return UpstreamResponse(500, b"{}") if chance.random() < 0.5 else echo(call)
 
     fleet = VirtualFleet(endpoint(half, "half"), endpoint(echo, "well"))
     fleet.run(lambda: load(fleet, 300, owners=3))

@@ -17,7 +17,7 @@ from carpool.face.grpc import stream as module
 from carpool.face.grpc.call import Problems
 from carpool.face.grpc.inference import Inference, InferenceSettings
 from carpool.face.grpc.messages import read_predict
-from carpool.face.grpc.stream import OPEN_MAX, UNREAD_BYTES_MAX, Streams
+from carpool.face.grpc.stream import OPEN_MAX, UNREAD_BYTES_MAX, GrpcStreams
 from carpool.face.http.places import Places
 from carpool.face.intake import Intake, IntakeSettings, ServedModel
 from carpool.testing import FakeUpstream, make_output
@@ -63,7 +63,7 @@ class Stand:
         self.places = Places("streams", 2, 1)
         settings, problems = InferenceSettings(1000, False), Problems(self.problems.append)
         self.service = Inference(intake, settings, problems, self.places)
-        self.streams = Streams(self.service, self.places, unread_bytes_max)
+        self.streams = GrpcStreams(self.service, self.places, unread_bytes_max)
         self.call = FakeCall()
 
     def start(self) -> "asyncio.Task[CarpoolError | None]":
@@ -296,7 +296,7 @@ async def test_a_defect_at_the_door_during_a_drain_leaves_nobody_waiting(
     stand.call.ask(*map(str, range(100)))
     await some_came_in(stand)
     stand.streams.drain()
-    monkeypatch.setattr(module.Stream, "_ask", None)
+    monkeypatch.setattr(module.GrpcStream, "_ask", None)
     ended = await running
     assert ended is not None and ended.code == "internal"
     assert stand.broker.held == 0

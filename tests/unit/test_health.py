@@ -7,10 +7,10 @@ from datetime import UTC, datetime
 import pytest
 
 from carpool.core.clock import Clock
-from carpool.core.snapshot import EndpointState
+from carpool.core.snapshot import EndpointHealth
 from carpool.testing import FakeClock, FakeUpstream
 from carpool.upstream.breaker import Breaker
-from carpool.upstream.endpoint import Answer, AttemptFailedError, Endpoint
+from carpool.upstream.endpoint import AttemptFailedError, Endpoint, UpstreamResponse
 from carpool.upstream.fleet import Address, Fleet
 from carpool.upstream.health import (
     FAILED_PROBES_MAX,
@@ -21,7 +21,7 @@ from carpool.upstream.health import (
     healthy_slots,
     state_of,
 )
-from carpool.upstream.pool import Member, Pool
+from carpool.upstream.pool import EndpointState, Pool
 
 WALL = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC).timestamp()
 
@@ -31,7 +31,7 @@ class PagedUpstream(FakeUpstream):
 
     def __init__(self, name: str = "paged", slots: int = 4) -> None:
         super().__init__(name, slots)
-        self.page: Answer | None = Answer(200, b"")
+        self.page: UpstreamResponse | None = UpstreamResponse(200, b"")
         self.asked: list[str] = []
         self.is_reachable = True
         self.closed = 0
@@ -39,7 +39,7 @@ class PagedUpstream(FakeUpstream):
         self.delay_s = 0.0
         self.defect: Exception | None = None
 
-    async def get(self, where: str, timeout_s: float) -> Answer:
+    async def get(self, where: str, timeout_s: float) -> UpstreamResponse:
         self.asked.append(where)
         self.probes_under_way += 1
         await asyncio.sleep(self.delay_s)
@@ -68,7 +68,7 @@ class Setup:
         self.watch = make_watch(self.pool, self.clock, health_path, load_source)
 
     @property
-    def member(self) -> Member:
+    def member(self) -> EndpointState:
         return self.pool.members[0]
 
     @property
@@ -99,7 +99,7 @@ async def test_an_endpoint_that_fails_three_probes_is_offline_and_one_good_one_b
         states.append(setup.state)
     assert states == ["degraded", "degraded", "offline"]
     assert healthy_slots(setup.pool.members, setup.clock()) == 0
-    setup.gpu.page = Answer(200, b"")
+    setup.gpu.page = UpstreamResponse(200, b"")
     await setup.watch.probe_quiet_ones()
     assert setup.state == "healthy"
     assert healthy_slots(setup.pool.members, setup.clock()) == 4
@@ -110,13 +110,13 @@ async def test_an_endpoint_that_is_closed_to_one_owner_is_not_healthy_and_still_
     setup = Setup()
     pool, member = setup.pool, setup.member
     while member.breaker.state == "closed":
-        pool.went_badly(member, ["bad"])
+        pool.record_failure(member, ["bad"])
     assert healthy_slots(pool.members, setup.clock()) == 0
     assert pool.is_none_closed and pool.is_shut_to_some
     member.breaker.started(setup.clock())  # others try it
     assert pool.is_shut_to_some
     member.probing = True
-    pool.went_badly(member, ["good"])  # now it is closed to all
+    pool.record_failure(member, ["good"])  # now it is closed to all
     assert not pool.is_shut_to_some
 
 
@@ -126,7 +126,7 @@ async def test_an_endpoint_that_is_closed_to_one_owner_is_not_healthy_and_still_
 )
 async def test_a_page_that_is_not_there_says_nothing_against_the_server(status: int, is_alive: bool) -> None:
     setup = Setup()
-    setup.gpu.page = Answer(status, b"")
+    setup.gpu.page = UpstreamResponse(status, b"")
     await setup.watch.probe_quiet_ones()
     assert setup.state == ("healthy" if is_alive else "degraded")
 
@@ -143,7 +143,7 @@ async def test_without_a_health_path_a_connection_will_do() -> None:
 
 async def test_an_endpoint_that_answers_calls_is_not_probed() -> None:
     setup = Setup()
-    setup.pool.went_well(setup.member)
+    setup.pool.record_success(setup.member)
     setup.clock.advance(1.9)
     await setup.watch.probe_quiet_ones()
     assert setup.gpu.asked == []
@@ -156,7 +156,7 @@ def test_a_call_that_is_answered_ends_the_count_of_failed_probes() -> None:
     setup = Setup()
     setup.member.failed_probes = FAILED_PROBES_MAX
     assert setup.state == "offline"
-    setup.pool.went_well(setup.member)
+    setup.pool.record_success(setup.member)
     assert setup.state == "healthy"
 
 
@@ -188,7 +188,7 @@ async def test_so_many_probes_at_once_and_no_more() -> None:
         gpu.delay_s = 0.5
 
         class Counting(PagedUpstream):
-            async def get(self, where: str, timeout_s: float) -> Answer:
+            async def get(self, where: str, timeout_s: float) -> UpstreamResponse:
                 nonlocal most
                 most = max(most, gpu.probes_under_way + 1)
                 return await gpu.get(where, timeout_s)
@@ -203,13 +203,18 @@ async def test_so_many_probes_at_once_and_no_more() -> None:
 
 async def test_the_load_on_the_metrics_page_sets_the_limit() -> None:
     setup = Setup(load_source=LoadSource(":8002/metrics", "te_queue_size", 512.0))
-    setup.gpu.page = Answer(200, b"# TYPE te_queue_size gauge\nte_queue_size 500\n")
+    setup.gpu.page = UpstreamResponse(200, b"# TYPE te_queue_size gauge\nte_queue_size 500\n")
     await setup.watch.adjust_limits()
     assert setup.gpu.asked == [":8002/metrics"]
     assert (setup.member.limit, setup.state) == (2, "degraded")
     assert setup.member.load.reported_load == pytest.approx(500 / 512)
     assert setup.pool.free() == 2
-    for page in (None, Answer(500, b"te_queue_size 500\n"), Answer(200, b"\xff\n"), Answer(200, b"te_queue_size 3\n")):
+    for page in (
+        None,
+        UpstreamResponse(500, b"te_queue_size 500\n"),
+        UpstreamResponse(200, b"\xff\n"),
+        UpstreamResponse(200, b"te_queue_size 3\n"),
+    ):
         setup.gpu.page = page
         for _ in range(5):
             await setup.watch.adjust_limits()
@@ -223,7 +228,7 @@ def test_a_health_page_that_cannot_even_be_asked_does_not_keep_an_endpoint_out()
     async def main() -> None:
         setup.watch.start()
         while not setup.pool.is_down:
-            setup.pool.went_badly(setup.member)
+            setup.pool.record_failure(setup.member)
         await asyncio.sleep(1.1)  # the pause of its breaker
         assert setup.gpu.asked == ["/health"] * 2  # the first at the start
         assert setup.pool.free() == 1  # the next call may try it
@@ -258,7 +263,7 @@ def test_what_the_page_shows_of_an_endpoint() -> None:
     clock = FakeClock()
     pool = Pool([FakeUpstream("http://gpu-1:9000/infer", slots=4)], clock)
     member = pool.members[0]
-    assert endpoint_state(member, clock(), WALL) == EndpointState(
+    assert endpoint_state(member, clock(), WALL) == EndpointHealth(
         endpoint="http://gpu-1:9000/infer",
         state="healthy",
         utilization=0.0,
@@ -272,7 +277,7 @@ def test_what_the_page_shows_of_an_endpoint() -> None:
     pool.take()
     clock.advance(1.0)
     pool.give_back(member)
-    pool.went_well(member)
+    pool.record_success(member)
     clock.advance(1.5)
     member.measure(clock())
     shown = endpoint_state(member, clock(), WALL)
@@ -307,16 +312,16 @@ def paged(fleet: Fleet) -> dict[str, PagedUpstream]:
 async def test_endpoints_come_and_go_and_running_calls_finish() -> None:
     fleet, make_endpoint = make_fleet(FakeClock(), Address("a", 1), Address("b", 2))
     a = paged(fleet)["a"]
-    rings: list[None] = []
-    fleet.pool.when_slot_frees(lambda: rings.append(None))
+    notifies: list[None] = []
+    fleet.pool.when_slot_frees(lambda: notifies.append(None))
     taken = fleet.pool.take()
     assert taken.name == "a"
     assert fleet.change_to(fleet.prepare([Address("b", 2), Address("c", 3)], make_endpoint)) == (1, 1)
     assert [(each.endpoint, each.state) for each in fleet.endpoint_states()] == [("b", "healthy"), ("c", "healthy")]
-    assert (fleet.pool.free(), fleet.pool.total(), fleet.pool.busy(), len(rings)) == (5, 5, 1, 3)
+    assert (fleet.pool.free(), fleet.pool.total(), fleet.pool.busy(), len(notifies)) == (5, 5, 1, 3)
     assert a.closed == 0
     fleet.pool.give_back(taken)
-    fleet.pool.went_well(taken)
+    fleet.pool.record_success(taken)
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     assert (fleet.pool.free(), fleet.pool.busy(), a.closed) == (5, 0, 1)
@@ -343,7 +348,7 @@ async def test_a_change_that_cannot_be_made_changes_nothing() -> None:
     assert fleet.pool.free() == 1
 
 
-@pytest.mark.parametrize("how", ["went_well", "went_badly", "says_nothing"])
+@pytest.mark.parametrize("how", ["record_success", "record_failure", "says_nothing"])
 async def test_what_a_removed_endpoint_does_is_no_longer_the_pool_s_business(how: str) -> None:
     fleet, make_endpoint = make_fleet(FakeClock(), Address("a", 2))
     pool = fleet.pool
@@ -362,7 +367,7 @@ async def test_a_new_endpoint_ends_an_outage() -> None:
     fleet, make_endpoint = make_fleet(FakeClock(), Address("a", 1))
     pool = fleet.pool
     for _ in range(5):
-        pool.went_badly(pool.members[0])
+        pool.record_failure(pool.members[0])
     assert (pool.is_down, pool.free()) == (True, 0)
     fleet.change_to(fleet.prepare([Address("a", 1), Address("b", 1)], make_endpoint))
     assert (pool.is_down, pool.free()) == (False, 1)

@@ -9,10 +9,10 @@ import pytest
 
 from carpool.admission.cache import ResultCache, digest_key, exact_key
 from carpool.admission.gate import Gate
-from carpool.admission.shedding import Door, TierRule
+from carpool.admission.shedding import LoadShedder, TierRule
+from carpool.broker.coalescer import Coalescer
 from carpool.broker.journal import Journal
 from carpool.broker.memory import MemoryBroker
-from carpool.broker.seats import Seats
 from carpool.broker.tasks import Tasks
 from carpool.core.errors import (
     CarpoolError,
@@ -26,15 +26,15 @@ from carpool.core.errors import (
     UpstreamDown,
 )
 from carpool.core.outcome import Outcome, Output
-from carpool.core.ports import NO_WISHES, Caller, Wishes
+from carpool.core.ports import NO_OPTIONS, Caller, RequestOptions
 from carpool.core.request import DONE, Request
-from carpool.core.story import state_of
+from carpool.core.timeline import state_of
 from carpool.face.intake import PREPARED_A_TURN, RECENT_KEPT, Intake, IntakeSettings, ServedModel
 from carpool.testing import ANYBODY, FakeClock, FakeUpstream, Witness, make_output, make_request
 from carpool.upstream.pool import Pool
 from support.processes import until
 from support.rates import limited
-from support.shared_seats import FarAway
+from support.shared_requests import FarAway
 from support.tasks import open_journal
 
 
@@ -51,10 +51,10 @@ class House:
         self.broker = MemoryBroker(waiting_max=4, bytes_max=1000, lanes_max=9, tiers=1, clock=self.clock)
         self.broker.when_work_arrives("m", lambda lane: None)
         tasks = Tasks(self.broker, journal, clock=self.clock)
-        self.door = Door([TierRule(0.25, 0.5)], [self.broker.standing("m", 0)])
+        self.door = LoadShedder([TierRule(0.25, 0.5)], [self.broker.queue_stats("m", 0)])
         self.pool = Pool([FakeUpstream()], self.clock)
-        gate = self.gate = Gate(self.broker, tasks, {"m": self.pool}, lowest_tier=0, doors={"m": self.door})
-        self.seats = Seats(
+        gate = self.gate = Gate(self.broker, tasks, {"m": self.pool}, lowest_tier=0, shedders={"m": self.door})
+        self.coalescer = Coalescer(
             gate.admit,
             gate.admit_task,
             self.broker,
@@ -68,9 +68,9 @@ class House:
             far=far,
             clock=self.clock,
         )
-        self.model = ServedModel("m", 1000, lambda data: data, prepare, self.seats if is_cached else None)
+        self.model = ServedModel("m", 1000, lambda data: data, prepare, self.coalescer if is_cached else None)
         settings = IntakeSettings("m", (0.5,), 2.0, 4.0, 600.0)
-        queue = self.seats if is_cached else self.broker
+        queue = self.coalescer if is_cached else self.broker
         self.intake = Intake(gate, queue, tasks, {"m": self.model}, settings, self.clock)
         self.witness = Witness()
         self.came: Callable[[int, Output], object] | None = None
@@ -90,7 +90,7 @@ class House:
             client_id="c1",
         )
 
-    def ask_all(self, *values: bytes, caller: Caller = ANYBODY, wishes: Wishes = NO_WISHES) -> None:
+    def ask_all(self, *values: bytes, caller: Caller = ANYBODY, options: RequestOptions = NO_OPTIONS) -> None:
         self.group = self.intake.ask_all(
             caller=caller,
             model=self.model,
@@ -99,7 +99,7 @@ class House:
             request_id="r",
             answer=self.answer,
             came=self.came,
-            wishes=wishes,
+            options=options,
         )
 
     def answer(self, outcomes: Sequence[Outcome], number: int | None) -> None:
@@ -219,7 +219,7 @@ async def test_a_task_whose_result_is_kept_is_not_refused_for_load(cached_house:
     house = cached_house
     house.ask(b'"known"')
     house.broker.settle(house.take()[0], make_output(b"1"))
-    house.door.learn([0.0], [1.0], [house.broker.standing("m", 0)])  # nothing is served any more
+    house.door.learn([0.0], [1.0], [house.broker.queue_stats("m", 0)])  # nothing is served any more
     house.broker.submit(make_request("waits", house.witness, now=house.clock(), owner=ANYBODY.owner))
     told: asyncio.Queue[CarpoolError | None] = asyncio.Queue()
     for value in (b'"known"', b'"new"'):
@@ -228,7 +228,7 @@ async def test_a_task_whose_result_is_kept_is_not_refused_for_load(cached_house:
             model=house.model,
             parameters=b"",
             value=value,
-            wishes=Wishes(timeout_s=1.0),
+            options=RequestOptions(timeout_s=1.0),
             accepted=lambda request, error: told.put_nowait(error),
         )
     assert isinstance(await told.get(), Shed)  # at once: nothing is written for it
@@ -319,14 +319,14 @@ async def test_permits_are_for_all_or_none(house: House) -> None:
 
 async def test_a_group_is_judged_as_a_whole_at_the_door(house: House) -> None:
     """One a second is served, and two seconds is how long a request may wait: three may come, and no more."""
-    house.door.learn([1.0], [1.0], [house.broker.standing("m", 0)])
+    house.door.learn([1.0], [1.0], [house.broker.queue_stats("m", 0)])
     house.ask_all(*[b'"x"'] * 4)
     ((refusal,),) = house.told
     assert isinstance(refusal, Shed) and "send 2 inputs at most" in refusal.detail
     assert house.broker.held == 0 and house.take() == []
     house.ask_all(*[b'"x"'] * 3)
     assert house.broker.held == 3
-    house.ask_all(b'"y"', wishes=Wishes(timeout_s=1.0))
+    house.ask_all(b'"y"', options=RequestOptions(timeout_s=1.0))
     assert isinstance(house.told[1][0], Shed)
 
 
@@ -427,7 +427,7 @@ async def test_a_group_that_shares_a_seat_with_itself_is_told_its_error(cached_h
     error = InputRefused("no")
     house.broker.settle(seat, error)
     assert house.told == [[error]]
-    assert (house.seats.held, house.seats.queued, house.broker.held) == (0, 0, 0)
+    assert (house.coalescer.held, house.coalescer.queued, house.broker.held) == (0, 0, 0)
 
 
 async def test_a_group_that_expires_takes_nobody_elses_deadline_along(cached_house: House) -> None:
@@ -436,11 +436,11 @@ async def test_a_group_that_expires_takes_nobody_elses_deadline_along(cached_hou
     other = house.ask(b'"b"')
     house.clock.advance(2.1)
     house.broker.expire(house.clock())
-    house.seats.expire(house.clock())
+    house.coalescer.expire(house.clock())
     ((error,),) = house.told
     assert isinstance(error, QueueTimeout)
     assert isinstance(house.witness.outcome(other), QueueTimeout)
-    assert (house.seats.held, house.seats.queued, house.broker.held) == (0, 0, 0)
+    assert (house.coalescer.held, house.coalescer.queued, house.broker.held) == (0, 0, 0)
 
 
 async def test_a_group_with_inputs_twice_takes_a_seat_for_each_once(cached_house: House) -> None:
@@ -448,15 +448,15 @@ async def test_a_group_with_inputs_twice_takes_a_seat_for_each_once(cached_house
     house.ask_all(b'"known"')
     house.broker.settle(house.take()[0], make_output(b"0"))
     house.ask_all(b'"known"', *[b'"a"', b'"b"'] * 2)
-    seats = house.take()
-    assert [seat.input for seat in seats] == [b'"a"', b'"b"']
-    for seat in seats:
+    coalescer = house.take()
+    assert [seat.input for seat in coalescer] == [b'"a"', b'"b"']
+    for seat in coalescer:
         house.broker.settle(seat, make_output(seat.input))
     outcomes = house.told[1]
     values = [each.value for each in outcomes if isinstance(each, Output)]
     assert values == [b"0", b'"a"', b'"b"', b'"a"', b'"b"']
-    assert (house.seats.held, house.seats.queued, house.broker.held) == (0, 0, 0)
-    house.door.learn([0.0], [1.0], [house.broker.standing("m", 0)])  # nothing is served any more
+    assert (house.coalescer.held, house.coalescer.queued, house.broker.held) == (0, 0, 0)
+    house.door.learn([0.0], [1.0], [house.broker.queue_stats("m", 0)])  # nothing is served any more
     house.ask_all(*[b'"b"'] * 4)
     assert len(house.told[2]) == 4  # what is kept is never refused for load
 
@@ -478,10 +478,10 @@ class TestAGroupWhoseResultsMayBeFarAway:
         return House(open_journal(), is_cached=True, far=far)
 
     async def test_what_is_kept_is_never_refused_for_load(self, house: House, far: FarAway) -> None:
-        house.door.learn([0.0], [1.0], [house.broker.standing("m", 0)])  # nothing is served any more
+        house.door.learn([0.0], [1.0], [house.broker.queue_stats("m", 0)])  # nothing is served any more
         house.pool.is_down = True
         house.ask_all(b'"a"', b'"b"', b'"a"')
-        assert house.seats.held == 2
+        assert house.coalescer.held == 2
         for _ in range(2):
             far.answer()
         assert [[each.value for each in outcomes if isinstance(each, Output)] for outcomes in house.told] == [
@@ -492,7 +492,7 @@ class TestAGroupWhoseResultsMayBeFarAway:
             far.answer()
         ((error,),) = house.told[1:]
         assert isinstance(error, UpstreamDown)
-        assert (house.seats.held, house.seats.held_bytes, house.broker.held) == (0, 0, 0)
+        assert (house.coalescer.held, house.coalescer.held_bytes, house.broker.held) == (0, 0, 0)
 
     async def test_others_are_asked_once(self, house: House, far: FarAway) -> None:
         house.ask_all(b'"c"', b'"a"', b'"c"')
@@ -504,7 +504,12 @@ class TestAGroupWhoseResultsMayBeFarAway:
         house.broker.settle(seat, make_output(seat.input))
         assert [len(outcomes) for outcomes in house.told] == [3]
         assert isinstance(house.witness.outcome(other), Output)
-        assert (house.seats.held, house.seats.held_bytes, house.seats.queued, house.broker.held) == (0, 0, 0, 0)
+        assert (house.coalescer.held, house.coalescer.held_bytes, house.coalescer.queued, house.broker.held) == (
+            0,
+            0,
+            0,
+            0,
+        )
 
     async def test_it_is_judged_with_those_whose_seat_is_gone_meanwhile(self, house: House, far: FarAway) -> None:
         def ask(value: bytes) -> Request:
@@ -528,7 +533,7 @@ class TestAGroupWhoseResultsMayBeFarAway:
         for _ in range(2):
             far.answer()
         assert house.take() == [] and house.told == []
-        assert (house.seats.held, house.seats.held_bytes, house.broker.held) == (0, 0, 0)
+        assert (house.coalescer.held, house.coalescer.held_bytes, house.broker.held) == (0, 0, 0)
         house.ask_all(b'"a"', b'"b"', caller=limited(60, concurrent=2))  # its places are free
         for _ in range(2):
             far.answer()
@@ -541,7 +546,7 @@ class TestAGroupWhoseResultsMayBeFarAway:
             far.answer()
         ((error,),) = house.told
         assert isinstance(error, InternalError)
-        assert (house.seats.held, house.seats.held_bytes, house.broker.held) == (0, 0, 0)
+        assert (house.coalescer.held, house.coalescer.held_bytes, house.broker.held) == (0, 0, 0)
 
     async def test_what_is_asked_for_is_bounded(self, house: House, far: FarAway) -> None:
         house.ask_all(*(b'"%d"' % number for number in range(5)))
@@ -560,7 +565,7 @@ async def test_a_group_with_inputs_twice_that_leaves_frees_all(cached_house: Hou
     assert seat.input == b'"b"'
     house.broker.settle(seat, make_output(b"1"))
     assert isinstance(house.witness.outcome(other), Output)
-    assert (house.seats.held, house.seats.queued, house.broker.held) == (0, 0, 0)
+    assert (house.coalescer.held, house.coalescer.queued, house.broker.held) == (0, 0, 0)
 
 
 async def test_a_group_of_none_is_answered(house: House) -> None:

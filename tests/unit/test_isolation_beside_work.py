@@ -1,4 +1,4 @@
-"""Searches and offenders beside those who wait: neither takes from the other what it needs to get on."""
+"""Searches and quarantined owners beside those who wait: neither takes from the other what it needs to get on."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -14,12 +14,12 @@ from carpool.core.request import Request
 from carpool.service import ModelService
 from carpool.settings import Settings, models_of
 from carpool.settings.schema import BatchingSettings, UpstreamSettings
-from carpool.testing import Answer, Call, FakeUpstream, Witness, echo, inputs_of, make_request
+from carpool.testing import FakeUpstream, UpstreamCall, UpstreamResponse, Witness, echo, inputs_of, make_request
 from carpool.upstream.attempts import Failure
 from carpool.upstream.codecs.base import Refusal
-from carpool.upstream.isolation import STARVED_APART_S
-from carpool.upstream.offenders import Offenders
+from carpool.upstream.isolation import STARVED_QUARANTINED_S
 from carpool.upstream.pool import WELL_S
+from carpool.upstream.quarantine import Quarantine
 from carpool.upstream.slot_share import SlotShare
 from support.processes import until
 from support.virtual_gateway import SERVICE_S, Stand, failing
@@ -72,13 +72,13 @@ def test_offenders_get_on_though_others_always_wait() -> None:
 
     async def main() -> None:
         apart: list[Request] = []
-        stand.offenders.refused("m", "X", stand.clock(), 8.0)
+        stand.quarantined.refused("m", "X", stand.clock(), 8.0)
         for number in range(seconds * 100):
             while stand.broker.most_waiting("m") < 40:
                 stand.send(b"good", "Y")
             if number % 20 == 10:
                 apart.append(stand.send(b"of X", "X"))
-                assert ("m", "X") in stand.offenders
+                assert ("m", "X") in stand.quarantined
             await asyncio.sleep(0.01)
             stand.broker.expire(stand.clock())
         assert stand.broker.all_waiting("m")
@@ -87,7 +87,7 @@ def test_offenders_get_on_though_others_always_wait() -> None:
 
     stand.run(main)
     calls = sum(any(b"of X" in value for value in call.inputs) for call in upstream.calls)
-    assert 0.7 * seconds <= calls * STARVED_APART_S <= seconds + 1
+    assert 0.7 * seconds <= calls * STARVED_QUARANTINED_S <= seconds + 1
 
 
 def test_offenders_get_on_where_others_are_shed() -> None:
@@ -96,7 +96,7 @@ def test_offenders_get_on_where_others_are_shed() -> None:
 
     async def main() -> None:
         apart: list[Request] = []
-        stand.offenders.refused("m", "X", stand.clock(), 8.0)
+        stand.quarantined.refused("m", "X", stand.clock(), 8.0)
         for number in range(1500):
             for _ in range(4):  # 400 a second, where 320 fit
                 stand.send(b"good", "Y")
@@ -136,8 +136,8 @@ def test_one_bad_client_does_not_starve_the_few_others(status: int, slots: int) 
 def test_three_endpoints_that_do_not_tell_their_limit_are_found_out() -> None:
     """Parts of what one of them refused are answered by the others: that says nothing against it."""
 
-    def takes_five(call: Call) -> Answer:
-        return echo(call) if len(inputs_of(call)) <= 5 else Answer(400, b'{"error": "no"}')
+    def takes_five(call: UpstreamCall) -> UpstreamResponse:
+        return echo(call) if len(inputs_of(call)) <= 5 else UpstreamResponse(400, b'{"error": "no"}')
 
     upstreams = [FakeUpstream(name, slots=2).then(takes_five, delay_s=0.1, times=9999) for name in "abc"]
     stand = Stand(*upstreams, max_batch=64)
@@ -152,7 +152,7 @@ def test_three_endpoints_that_do_not_tell_their_limit_are_found_out() -> None:
         late = [request for request in requests if request.arrived > stand.clock() - 14.0]
         assert {type(stand.witness.outcome(request)) for request in late} == {Output}
         assert {member.breaker.state for member in stand.pool.members} == {"closed"}
-        assert not stand.offenders
+        assert not stand.quarantined
 
     stand.run(main)
     limits = [member.batch_limit.learned for member in stand.pool.members]
@@ -162,8 +162,8 @@ def test_three_endpoints_that_do_not_tell_their_limit_are_found_out() -> None:
 def test_one_of_three_has_no_limit_below_what_its_like_answer() -> None:
     """It answers single inputs, as one with a limit does: batches of all three would shrink by it."""
 
-    def takes_one(call: Call) -> Answer:
-        return echo(call) if len(inputs_of(call)) == 1 else Answer(400, b'{"error": "no"}')
+    def takes_one(call: UpstreamCall) -> UpstreamResponse:
+        return echo(call) if len(inputs_of(call)) == 1 else UpstreamResponse(400, b'{"error": "no"}')
 
     sick = FakeUpstream("a", slots=2).then(takes_one, delay_s=0.1, times=9999)
     stand = Stand(
@@ -187,8 +187,8 @@ def test_one_of_three_has_no_limit_below_what_its_like_answer() -> None:
 def test_one_of_two_that_takes_fewer_than_the_other_fails_nobody() -> None:
     """What it refuses as a whole is answered by the other, as a whole."""
 
-    def takes_eight(call: Call) -> Answer:
-        return echo(call) if len(inputs_of(call)) <= 8 else Answer(500, b'{"error": "no"}')
+    def takes_eight(call: UpstreamCall) -> UpstreamResponse:
+        return echo(call) if len(inputs_of(call)) <= 8 else UpstreamResponse(500, b'{"error": "no"}')
 
     small = FakeUpstream("a", slots=1).then(takes_eight, delay_s=0.3, times=9999)
     stand = Stand(small, FakeUpstream("b", slots=1).then(echo, delay_s=0.3, times=9999), max_batch=64)
@@ -305,7 +305,7 @@ class Defect:
 def test_a_defect_in_a_step_leaves_nobody_without_an_outcome() -> None:
     """Half of the batch gets an error of its own in the first step, and that goes wrong."""
     upstream = FakeUpstream().then(echo, delay_s=SERVICE_S).then(failing(400), delay_s=SERVICE_S)
-    upstream.then(Answer(404, b""), delay_s=SERVICE_S).then(failing(400), delay_s=SERVICE_S, times=99)
+    upstream.then(UpstreamResponse(404, b""), delay_s=SERVICE_S).then(failing(400), delay_s=SERVICE_S, times=99)
     defect = Defect()
     stand = Stand(upstream, dead_letters=defect)
 
@@ -358,10 +358,10 @@ class ServiceStand:
             batching=BatchingSettings(max_batch=4, batch_bytes_max=bytes_max, in_flight_bytes_max=bytes_max),
         )
         self.witness = Witness()
-        self.offenders = Offenders()
-        self.broker = MemoryBroker(waiting_max=99, bytes_max=9999, lanes_max=9, tiers=1, offenders=self.offenders)
+        self.quarantined = Quarantine()
+        self.broker = MemoryBroker(waiting_max=99, bytes_max=9999, lanes_max=9, tiers=1, quarantined=self.quarantined)
         [model] = models_of(settings).values()
-        self.service = ModelService(model, lambda: session, self.broker, NoLetters(), self.offenders)
+        self.service = ModelService(model, lambda: session, self.broker, NoLetters(), self.quarantined)
         self.pool = self.service.pool
         self._serial = 0
 
@@ -412,7 +412,7 @@ async def test_of_what_other_processes_admitted_two_batches_of_offenders_are_tak
 ) -> None:
     stand = ServiceStand(session)
     busy = [stand.pool.take() for _ in range(2)]
-    stand.offenders.refused("m", "X", monotonic(), 3.0)
+    stand.quarantined.refused("m", "X", monotonic(), 3.0)
     taken_up = stand.send(7, "X")
     assert stand.service.refusal_of(stand.request("X")) is None
     taken_up += stand.send(1, "X")
@@ -420,7 +420,7 @@ async def test_of_what_other_processes_admitted_two_batches_of_offenders_are_tak
     assert stand.service.refusal_of(stand.request("Y")) is None
     for member in busy:
         stand.pool.give_back(member)
-    await until(lambda: stand.broker.waiting_apart("m") == 0)
+    await until(lambda: stand.broker.waiting_quarantined("m") == 0)
     assert stand.service.refusal_of(stand.request("X")) is None
     await until(lambda: len(stand.witness.told) == len(taken_up))
     assert stand.kinds(taken_up) == {Output}

@@ -82,7 +82,7 @@ def test_what_came_in_late_lets_others_go_first_until_its_later_place(lane: Lane
 def test_it_is_counted_who_of_those_that_wait_came_in_late() -> None:
     ranks = Ranks(3)
     lane = Lane("m", b"", ranks)
-    counted = ranks.standings[FREE]
+    counted = ranks.stats_by_tier[FREE]
     first, second, _ = (late(lane, name, now) for name, now in (("a", 0.0), ("b", 0.01), ("c", 0.02)))
     waiting(lane, "in time", 0.0)
     assert (counted.waiting, counted.late_of("")) == (4, 3)
@@ -187,7 +187,7 @@ def lowest_of(lanes: list[Lane], batches: int, count: int, now: float = 1.0) -> 
 
 @pytest.mark.parametrize(("share", "count"), [(0.05, 64), (0.05, 8), (0.05, 1), (0.2, 10), (0.5, 4)])
 def test_with_strict_order_the_lowest_tier_gets_its_trickle(share: float, count: int) -> None:
-    lane = Lane("m", b"", Ranks(3, strict=True, trickle=share))
+    lane = Lane("m", b"", Ranks(3, strict=True, min_share=share))
     for tier in (ENTERPRISE, PAID, FREE):
         backlog(lane, tier, 3000)
     batches = 2000 // count
@@ -195,7 +195,7 @@ def test_with_strict_order_the_lowest_tier_gets_its_trickle(share: float, count:
 
 
 def test_the_trickle_is_of_the_whole_model() -> None:
-    ranks = Ranks(3, strict=True, trickle=0.05)
+    ranks = Ranks(3, strict=True, min_share=0.05)
     paying, free = (Lane("m", parameters, ranks) for parameters in (b"{1}", b"{2}"))
     backlog(paying, ENTERPRISE, 8000)
     backlog(free, FREE, 8000)
@@ -204,7 +204,7 @@ def test_the_trickle_is_of_the_whole_model() -> None:
 
 
 def test_what_came_in_late_has_its_part_of_the_trickle() -> None:
-    lane = Lane("m", b"", Ranks(3, strict=True, trickle=0.1))
+    lane = Lane("m", b"", Ranks(3, strict=True, min_share=0.1))
     for number in range(200):
         waiting(lane, f"e{number}", 0.0, ENTERPRISE)
     for number in range(20):
@@ -214,14 +214,14 @@ def test_what_came_in_late_has_its_part_of_the_trickle() -> None:
 
 
 def test_without_a_trickle_the_lowest_tier_waits() -> None:
-    lane = Lane("m", b"", Ranks(3, strict=True, trickle=0.0))
+    lane = Lane("m", b"", Ranks(3, strict=True, min_share=0.0))
     backlog(lane, ENTERPRISE, 1000)
     backlog(lane, FREE, 10)
     assert sum(lowest_of([lane], 10, 64)) == 0
 
 
 def test_what_the_lowest_tier_gets_while_nobody_else_waits_is_not_charged() -> None:
-    lane = Lane("m", b"", Ranks(3, strict=True, trickle=0.05))
+    lane = Lane("m", b"", Ranks(3, strict=True, min_share=0.05))
     backlog(lane, FREE, 2000)
     assert lowest_of([lane], 10, 64) == [64] * 10
     backlog(lane, ENTERPRISE, 1000)
@@ -269,7 +269,7 @@ def test_a_large_input_counts_for_more() -> None:
 
 @pytest.mark.parametrize(("strict", "key"), [(False, APART), (True, b"")])
 def test_tasks_do_not_pay_for_those_who_may_not_go(strict: bool, key: bytes) -> None:
-    """Somebody waits who rides apart, or whose tier is not served: whoever comes later has not saved that up."""
+    """A quarantined request waits, or whose tier is not served: whoever comes later has not saved that up."""
     ranks = Ranks(3, strict)
     lane, other = Lane("m", b"", ranks), Lane("m", key, ranks)
     waiting(other, "stands", 0.0, FREE)

@@ -11,7 +11,7 @@ from carpool.admission.leases import LEASE_KEPT_S, LEASE_S, Lease, leased_max, s
 from carpool.admission.limits import TIDY_FROM, Buckets, LocalLimits, Permits
 from carpool.admission.shared_limits import SharedLimits
 from carpool.core.errors import CarpoolError, ClientLeft
-from carpool.core.ports import Caller, Entry, RateAsk, RateLimit, RateTold
+from carpool.core.ports import Caller, LimitVerdict, RateAsk, RateLimit, RateTold
 from carpool.core.request import Request
 from carpool.testing import FakeClock, Witness, make_request
 from support.rates import limited
@@ -432,7 +432,7 @@ def test_calls_that_count_the_same_are_asked_for_together() -> None:
 
         limits = SharedLimits(Listening(), is_reachable=lambda: True, sharers=lambda: 1, clock=clock)
         caller = limited(60, burst=9)
-        entries: list[Entry] = []
+        entries: list[LimitVerdict] = []
         for cost in (1, 7, 1, 200, 7):
             assert (limits.enter(caller) if cost == 1 else limits.enter_many(caller, cost)) is None
             limits.when_known(caller, entries.append, cost)
@@ -487,7 +487,7 @@ def test_owners_that_do_not_come_any_more_are_forgotten() -> None:
         for number in range(5 * shared_limits.TIDY_FROM):
             caller = limited(60, owner=str(number))
             assert limits.enter(caller) is None
-            entered: list[Entry] = []
+            entered: list[LimitVerdict] = []
             limits.when_known(caller, entered.append)
             await asyncio.sleep(0.01)
             assert len(entered) == 1
@@ -511,17 +511,17 @@ def test_nobody_is_forgotten_who_waits_while_others_come(monkeypatch: pytest.Mon
 
     async def main() -> None:
         limits = SharedLimits(Empty(), is_reachable=lambda: True, sharers=lambda: 1, clock=clock)
-        entered: list[Entry] = []
+        entered: list[LimitVerdict] = []
         others = count()
 
-        def come(caller: Caller, known: Callable[[Entry], None]) -> None:
+        def come(caller: Caller, known: Callable[[LimitVerdict], None]) -> None:
             entry = limits.enter(caller)
             if entry is None:
                 limits.when_known(caller, known)
             else:
                 known(entry)
 
-        def go_on(entry: Entry) -> None:
+        def go_on(entry: LimitVerdict) -> None:
             entered.append(entry)
             for _ in range(20 * 2 ** len(entered)):
                 come(limited(60, owner=f"other {next(others)}"), lambda _: None)

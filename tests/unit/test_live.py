@@ -7,12 +7,12 @@ import pytest
 
 from carpool.core.batch import Batch
 from carpool.core.errors import UpstreamFailed
+from carpool.core.histograms import SECONDS_BOUNDS, Histogram
 from carpool.core.live import BATCHES_MAX, SLOW_KEPT_S, LaneWaiting, LivePart
 from carpool.core.outcome import CallFacts, Output
 from carpool.core.ports import Peer
 from carpool.core.request import Request
-from carpool.core.snapshot import DoorNumbers, FleetState, Health, OutcomeNumbers, Snapshot
-from carpool.core.tally import SECONDS_BOUNDS, Histogram
+from carpool.core.snapshot import FleetState, Health, OutcomeNumbers, SheddingNumbers, Snapshot
 from carpool.face.http.exchange import Exchange
 from carpool.face.http.live import MISSED_MAX, VIEWERS_MAX, Viewers
 from carpool.telemetry.live import Collector, Merger, step_of
@@ -37,7 +37,7 @@ def snapshot(shed: int = 0, ok: int = 0) -> Snapshot:
                 dead_letters_kept=2,
                 dead_letter_bytes=0,
             ),
-            DoorNumbers(
+            SheddingNumbers(
                 problems={"shed": shed},
                 connections=1,
                 grpc_calls=2,

@@ -7,17 +7,17 @@ import pytest
 from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
+from carpool.core.histograms import BATCH_SIZE_BOUNDS, SECONDS_BOUNDS, Histogram
 from carpool.core.snapshot import (
-    DoorNumbers,
     FleetState,
     Health,
     ModelNumbers,
     Numbers,
     OutcomeNumbers,
     RedisGatewayNumbers,
+    SheddingNumbers,
     Snapshot,
 )
-from carpool.core.tally import BATCH_SIZE_BOUNDS, SECONDS_BOUNDS, Histogram
 from carpool.telemetry.metrics import KINDS, METRICS, Exposition
 
 read_open_metrics: Callable[[str], Iterable[Any]] = openmetrics.text_string_to_metric_families
@@ -50,7 +50,7 @@ class View:
                     dead_letters_kept=2,
                     dead_letter_bytes=9,
                 ),
-                DoorNumbers(
+                SheddingNumbers(
                     problems={},
                     connections=5,
                     grpc_calls=2,
@@ -77,7 +77,7 @@ class View:
             upstream_latency_seconds=seconds,
             upstream_stray_answers=0,
             isolation={},
-            offenders=0,
+            quarantined=0,
             slots={"busy": 1, "free": 3},
             healthy_slots=4,
             capacity_rps=640.0,

@@ -9,10 +9,10 @@ import pytest
 
 from carpool.core.errors import CarpoolError, DeadlineExceeded, Malformed, QueueTimeout
 from carpool.core.outcome import Outcome, Output
-from carpool.core.ports import NO_WISHES, Wishes
+from carpool.core.ports import NO_OPTIONS, RequestOptions
 from carpool.core.request import Request
 from carpool.core.timers import Every
-from carpool.face.http.gateway import preferences, wishes_in
+from carpool.face.http.gateway import options_in, preferences
 from carpool.face.intake import shorten
 from carpool.testing import FakeUpstream, Witness, echo, make_request
 from support.event_log import EventLog
@@ -24,7 +24,7 @@ TICK_S = 0.01
 
 def wished_s(*, own: bytes | None = None, prefer: bytes = b"") -> float | None:
     headers = {} if own is None else {b"x-request-timeout-ms": own}
-    return wishes_in(headers, preferences(prefer)).timeout_s
+    return options_in(headers, preferences(prefer)).timeout_s
 
 
 @pytest.mark.parametrize(
@@ -73,8 +73,8 @@ def test_our_own_header_goes_before_the_preference() -> None:
 
 
 def test_most_say_nothing() -> None:
-    assert wishes_in({b"host": b"x"}, {}) is NO_WISHES
-    assert wishes_in({b"cache-control": b"No-Store"}, {}) == Wishes(None, no_store=True)
+    assert options_in({b"host": b"x"}, {}) is NO_OPTIONS
+    assert options_in({b"cache-control": b"No-Store"}, {}) == RequestOptions(None, no_store=True)
 
 
 @pytest.mark.parametrize(("wished", "is_own"), [(0.05, True), (3.999, True), (4.0, False), (1e6, False)])

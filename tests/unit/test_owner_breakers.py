@@ -8,12 +8,12 @@ import pytest
 from carpool.core.errors import InputRefused, UpstreamFailed, UpstreamRefused
 from carpool.core.outcome import Output
 from carpool.core.request import Request
-from carpool.testing import Answer, FakeUpstream, echo
+from carpool.testing import FakeUpstream, UpstreamResponse, echo
 from support.virtual_gateway import SERVICE_S, Stand, failing
 
 
 async def worked_once(stand: Stand) -> None:
-    """Until an endpoint has answered, nobody is an offender. A while later nobody knows whether it still is well."""
+    """Until an endpoint has answered, nobody is quarantined. A while later nobody knows whether it still is well."""
     assert isinstance(await stand.answer(b"good", "Z"), Output)
     await asyncio.sleep(15.0)
 
@@ -72,7 +72,7 @@ def test_tasks_of_such_a_client_wait_and_do_not_stand_in_the_way() -> None:
 
 
 def test_failures_of_two_clients_close_it_to_all() -> None:
-    stand = Stand(FakeUpstream().then(Answer(500, b""), delay_s=SERVICE_S, times=9999))
+    stand = Stand(FakeUpstream().then(UpstreamResponse(500, b""), delay_s=SERVICE_S, times=9999))
 
     async def main() -> None:
         for number in range(5):
@@ -93,14 +93,14 @@ def test_an_error_that_blames_no_input_is_counted_with_the_owners_of_the_call(st
         assert not any(isinstance(outcome, Output) for outcome in told)
         await asyncio.sleep(0.01)
         assert stand.pool.is_shut_to("X") and not stand.pool.is_shut_to("Y") and not stand.pool.is_down
-        assert ("m", "X") in stand.offenders  # what waits of it does not stand in the way
+        assert ("m", "X") in stand.quarantined  # what waits of it does not stand in the way
         assert isinstance(await stand.answer(b"good", "Y"), Output)
 
     stand.run(main)
 
 
 def test_where_another_endpoint_answers_such_an_error_is_the_endpoint_s_own() -> None:
-    broken = FakeUpstream("broken").then(Answer(503, b""), delay_s=SERVICE_S, times=9999)
+    broken = FakeUpstream("broken").then(UpstreamResponse(503, b""), delay_s=SERVICE_S, times=9999)
     stand = Stand(broken, FakeUpstream("well").then(failing(400), delay_s=SERVICE_S, times=9999))
 
     async def main() -> None:
@@ -108,14 +108,14 @@ def test_where_another_endpoint_answers_such_an_error_is_the_endpoint_s_own() ->
             assert isinstance(await stand.answer(b"good", "X"), Output)
         breaker = stand.pool.members[0].breaker
         assert (breaker.state, breaker.blamed_owner) == ("open", None)
-        assert ("m", "X") not in stand.offenders
+        assert ("m", "X") not in stand.quarantined
 
     stand.run(main)
 
 
 def test_a_replica_that_refuses_what_others_answer_is_left_alone() -> None:
     right = [FakeUpstream(name).then(failing(400), delay_s=SERVICE_S, times=9999) for name in "ab"]
-    wrong = FakeUpstream("wrong").then(Answer(400, b'{"error":"wrong shape"}'), delay_s=SERVICE_S, times=9999)
+    wrong = FakeUpstream("wrong").then(UpstreamResponse(400, b'{"error":"wrong shape"}'), delay_s=SERVICE_S, times=9999)
     stand = Stand(right[0], wrong, right[1])
 
     async def main() -> None:
@@ -134,7 +134,7 @@ def test_a_replica_that_refuses_what_others_answer_is_left_alone() -> None:
 
 
 def test_a_health_page_is_asked_before_an_input_is_risked() -> None:
-    stand = Stand(FakeUpstream().then(Answer(503, b""), times=9999))
+    stand = Stand(FakeUpstream().then(UpstreamResponse(503, b""), times=9999))
     asked: list[Callable[[bool], None]] = []
 
     async def main() -> None:
@@ -167,7 +167,7 @@ def test_one_of_ten_clients_that_is_all_bad_is_set_apart() -> None:
             await asyncio.sleep(0.003)
             stand.broker.expire(stand.clock())
         await asyncio.sleep(5.0)
-        assert ("m", "client 3") in stand.offenders
+        assert ("m", "client 3") in stand.quarantined
         assert {type(stand.witness.outcome(request)) for request in good} == {Output}
         waits = sorted(request.ended - request.arrived for request in good)
         assert waits[len(waits) * 99 // 100] < 4 * SERVICE_S  # virtual time

@@ -9,18 +9,18 @@ from carpool.batching.policy import (
     Adaptive,
     Fixed,
     Idle,
+    LaneView,
     Pid,
     Plan,
     PolicyName,
     Send,
-    View,
     WaitUntil,
     make_policy,
 )
 from carpool.batching.rate import ArrivalRate
 
-# 32 slots of 200 ms, 24 of them busy: pressure is at busy_share, and the pace is 200 / 24 = 8.3 ms.
-BUSY = View(waiting=3, oldest=10.0, rate=2_000.0, free=8, slots=32, service_s=0.2, max_batch=64, max_wait_s=0.05)
+# 32 slots of 200 ms, 24 of them busy: pressure is at slots_busy_max_share, and the pace is 200 / 24 = 8.3 ms.
+BUSY = LaneView(waiting=3, oldest=10.0, rate=2_000.0, free=8, slots=32, service_s=0.2, max_batch=64, max_wait_s=0.05)
 PACE_S = 0.2 / (0.75 * 32)
 
 
@@ -37,7 +37,7 @@ def wait_s(plan: Plan) -> float:
     ("name", "kind"), [("fixed", Fixed), ("adaptive", Adaptive), ("pid", Pid)], ids=lambda value: str(value)
 )
 def test_make_policy_makes_what_the_settings_name(name: PolicyName, kind: type) -> None:
-    assert type(make_policy(name, busy_share=0.75, fill_target=0.8)) is kind
+    assert type(make_policy(name, slots_busy_max_share=0.75, fill_target=0.8)) is kind
 
 
 def test_fixed_sends_when_full_or_when_the_oldest_has_waited() -> None:

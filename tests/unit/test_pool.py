@@ -8,7 +8,7 @@ import pytest
 
 from carpool.testing import FakeClock, FakeUpstream
 from carpool.upstream.breaker import Breaker
-from carpool.upstream.pool import TIMER_S_MIN, Member, Pool, Wish
+from carpool.upstream.pool import TIMER_S_MIN, EndpointPreference, EndpointState, Pool
 
 FAILURES_MAX = 2
 # With half of the jitter, the first pauses last 0.75, 1.5 and 3 s.
@@ -35,25 +35,25 @@ def in_virtual_time(*slots: int, **options: Any) -> Callable[[Callable[[Pool], C
     return play
 
 
-def taken(pool: Pool, count: int) -> list[Member]:
+def taken(pool: Pool, count: int) -> list[EndpointState]:
     return [pool.take() for _ in range(count)]
 
 
-def names(members: list[Member]) -> list[str]:
+def names(members: list[EndpointState]) -> list[str]:
     return [member.name for member in members]
 
 
-def fail(pool: Pool, member: Member, times: int = FAILURES_MAX) -> None:
+def fail(pool: Pool, member: EndpointState, times: int = FAILURES_MAX) -> None:
     """Let calls to an endpoint fail. It has free slots."""
     for _ in range(times):
         start_on(pool, member)
         pool.give_back(member)
-        pool.went_badly(member)
+        pool.record_failure(member)
 
 
-def start_on(pool: Pool, member: Member) -> None:
+def start_on(pool: Pool, member: EndpointState) -> None:
     """Take a slot of this endpoint."""
-    others: list[Member] = []
+    others: list[EndpointState] = []
     while (took := pool.take()) is not member:
         others.append(took)
     for other in others:
@@ -220,7 +220,7 @@ def test_one_probe_is_offered_when_the_pause_is_over() -> None:
         await asyncio.sleep(60.0)
         assert sick.offered == 0  # one at a time
         pool.give_back(sick)
-        pool.went_well(sick)
+        pool.record_success(sick)
         assert (sick.breaker.state, sick.offered) == ("closed", 3)
 
     in_virtual_time(3, 1)(scene)
@@ -282,7 +282,7 @@ def test_an_old_call_is_not_taken_for_the_probe_that_begins_as_it_ends() -> None
         retry = asyncio.create_task(pool.take_for_retry((), 60.0))
         await asyncio.sleep(5.0)
         pool.give_back(sick)
-        pool.went_badly(sick)  # of the old call: the pause begins again
+        pool.record_failure(sick)  # of the old call: the pause begins again
         await asyncio.sleep(0.01)
         assert (sick.breaker.state, retry.done()) == ("open", False)
         await asyncio.sleep(2.0)
@@ -299,7 +299,7 @@ def test_an_old_call_that_is_answered_closes_the_breaker() -> None:
         fail(pool, sick)
         assert pool.is_down
         pool.give_back(sick)
-        pool.went_well(sick)
+        pool.record_success(sick)
         assert (sick.breaker.state, sick.offered, pool.is_down) == ("closed", 2, False)
         await asyncio.sleep(5.0)
         assert sick.offered == 2  # and no probe was waited for
@@ -329,7 +329,7 @@ def test_one_that_could_not_be_spared_is_taken_out_later() -> None:
         await asyncio.sleep(1.0)
         start_on(pool, first)
         pool.give_back(first)
-        pool.went_well(first)
+        pool.record_success(first)
         fail(pool, second, times=1)
         assert states(pool) == ["closed", "open", "closed"]
 
@@ -354,16 +354,16 @@ def test_when_all_fail_all_are_left_alone() -> None:
         assert is_down(pool)  # until one of the probes has an answer
         for member in (first, second):
             pool.give_back(member)
-            pool.went_badly(member)
+            pool.record_failure(member)
             assert is_down(pool)
         assert pool.retry_after_s() == 1  # the third may be well
         pool.give_back(third)
-        pool.went_badly(third)
+        pool.record_failure(third)
         assert pool.retry_after_s() == 2
         await asyncio.sleep(2 * FIRST_PAUSE_S + 0.01)
         well = pool.take()
         pool.give_back(well)
-        pool.went_well(well)
+        pool.record_success(well)
         assert not is_down(pool)
         assert states(pool).count("closed") == 1
 
@@ -387,7 +387,7 @@ def test_an_endpoint_is_known_to_be_well_for_a_while() -> None:
     pool = make_pool(1, clock=clock)
     (member,) = pool.members
     assert not pool.is_well(member)
-    pool.went_well(member)
+    pool.record_success(member)
     clock.advance(10.0)
     assert pool.is_well(member)
     clock.advance(0.1)
@@ -416,7 +416,7 @@ def test_a_retry_that_waits_for_an_endpoint_which_then_opens_is_served_elsewhere
         retry = asyncio.create_task(pool.take_for_retry([failed], 60.0))
         await asyncio.sleep(0.1)
         assert not retry.done()
-        pool.went_badly(other)
+        pool.record_failure(other)
         pool.give_back(other)
         assert await retry is failed
 
@@ -431,7 +431,7 @@ def test_a_retry_may_be_the_probe() -> None:
         assert sick.probing
         assert pool.is_down
         pool.give_back(sick)
-        pool.went_well(sick)
+        pool.record_success(sick)
         assert pool.free() == 1
 
     in_virtual_time(1)(scene)
@@ -462,7 +462,7 @@ def test_a_retry_cancelled_just_as_it_became_the_probe_leaves_it_to_the_next() -
 def test_a_retry_that_wants_one_that_is_well_waits_for_it() -> None:
     async def scene(pool: Pool) -> None:
         _, unknown, well = pool.members
-        pool.went_well(well)
+        pool.record_success(well)
         assert await pool.take_for_retry((), 1.0, known_well=True) is well
         retry = asyncio.create_task(pool.take_for_retry((), 60.0, known_well=True))
         await asyncio.sleep(0.1)
@@ -479,7 +479,7 @@ def test_a_retry_that_wants_one_that_is_well_waits_for_it() -> None:
 def test_a_retry_that_wants_one_that_is_well_takes_any_other_when_none_is() -> None:
     async def scene(pool: Pool) -> None:
         failed, other = pool.members
-        pool.went_well(failed)
+        pool.record_success(failed)
         assert await pool.take_for_retry([failed], 1.0, known_well=True) is other
 
     in_virtual_time(1, 1)(scene)
@@ -506,26 +506,28 @@ def looks_of(action: Callable[[], Any]) -> int:
     return CountingBreaker.looks - before
 
 
-def large_pool() -> tuple[Pool, Member]:
+def large_pool() -> tuple[Pool, EndpointState]:
     """A pool, and the only endpoint in it that is known to be well; that has no free slot."""
     endpoints = [FakeUpstream(f"e{number}", slots=4) for number in range(MANY)]
     pool = Pool(endpoints, FakeClock(), make_breaker=CountingBreaker, random_share=lambda: 0.5)
     well = pool.members[MANY // 2]
     for _ in range(4):
         start_on(pool, well)
-    pool.went_well(well)
+    pool.record_success(well)
     return pool, well
 
 
 def test_a_look_for_a_slot_compares_no_endpoint_with_all_others() -> None:
     pool, well = large_pool()
-    wish = Wish(frozenset(pool.members[:1]), known_well=True)
-    found: list[Member | None] = []
+    wish = EndpointPreference(frozenset(pool.members[:1]), known_well=True)
+    found: list[EndpointState | None] = []
     assert looks_of(lambda: found.append(pool.take_at_once(wish))) < 5 * MANY
     assert looks_of(lambda: pool.has_free(wish)) < 5 * MANY
     assert looks_of(lambda: pool.fits(well, wish)) < 5 * MANY
     assert found == [None]
-    assert looks_of(lambda: found.append(pool.take_at_once(Wish(wish.failed, known_well=False)))) < 5 * MANY
+    assert (
+        looks_of(lambda: found.append(pool.take_at_once(EndpointPreference(wish.failed, known_well=False)))) < 5 * MANY
+    )
     assert found[1] not in (None, pool.members[0])
 
 
@@ -535,7 +537,7 @@ def test_what_searches_ask_of_the_pool_all_the_time_costs_little() -> None:
     assert looks_of(lambda: pool.is_alive(0.0)) < 9
     assert looks_of(pool.total) == 0
     assert looks_of(lambda: pool.has_others(well)) < 9
-    assert looks_of(pool.free_apart) < 5 * MANY
+    assert looks_of(pool.free_for_quarantined) < 5 * MANY
 
 
 async def test_a_freed_slot_is_compared_with_the_wishes_that_wait_and_not_with_all_endpoints_for_each() -> None:
@@ -549,7 +551,7 @@ async def test_a_freed_slot_is_compared_with_the_wishes_that_wait_and_not_with_a
     assert looks_of(lambda: pool.give_back(unknown)) < 10 * len(retries)
     failing = pool.take()
     # The wishes of the second half are those of the first.
-    assert looks_of(lambda: pool.went_badly(failing)) < 10 * MANY
+    assert looks_of(lambda: pool.record_failure(failing)) < 10 * MANY
     assert not any(retry.done() for retry in retries)
     for retry in retries:
         retry.cancel()
@@ -562,7 +564,7 @@ async def test_a_freed_slot_is_compared_with_the_wishes_that_wait_and_not_with_a
 def test_more_than_the_share_is_taken_out_while_another_is_known_to_be_well() -> None:
     async def scene(pool: Pool) -> None:
         *sick, well = pool.members
-        pool.went_well(well)
+        pool.record_success(well)
         for member in sick:
             fail(pool, member)
         assert states(pool) == ["open", "open", "open", "closed"]
@@ -579,7 +581,7 @@ def test_the_slot_of_a_batch_that_is_tried_elsewhere_is_not_offered_while_anothe
     async def scene(pool: Pool) -> None:
         sick, other = pool.members
         if is_well:
-            pool.went_well(other)
+            pool.record_success(other)
         start_on(pool, sick)
         pool.is_helped(sick)
         pool.give_back(sick)
@@ -593,7 +595,7 @@ def test_the_slot_of_a_batch_that_is_tried_elsewhere_is_not_offered_while_anothe
 def test_it_is_offered_again_when_the_other_is_taken_out() -> None:
     async def scene(pool: Pool) -> None:
         sick, other = pool.members
-        pool.went_well(other)
+        pool.record_success(other)
         start_on(pool, sick)
         pool.is_helped(sick)
         pool.give_back(sick)
@@ -607,12 +609,12 @@ def test_it_is_offered_again_when_the_other_is_taken_out() -> None:
 def test_an_endpoint_that_fails_is_in_doubt_until_it_has_answered_a_few_calls() -> None:
     pool = make_pool(1, 1)
     member = pool.members[0]
-    pool.went_well(member)
+    pool.record_success(member)
     assert pool.doubt(member) == 0.0
     assert not pool.is_well(member) and not pool.has_well(pool.members[1])
     for _ in range(3):
         assert not pool.is_well(member)
-        pool.went_well(member)
+        pool.record_success(member)
     assert pool.is_well(member) and pool.has_well(pool.members[1])
 
 
@@ -623,7 +625,7 @@ def test_a_probe_that_is_refused_fails_where_another_is_well(is_well: bool) -> N
         fail(pool, sick)
         await asyncio.sleep(1.0)
         if is_well:
-            pool.went_well(other)
+            pool.record_success(other)
         start_on(pool, sick)
         pool.refused(sick)
         pool.give_back(sick)
@@ -694,7 +696,7 @@ def test_when_the_last_endpoint_in_use_is_removed_the_pool_is_down() -> None:
         pool.remove(used.endpoint, lambda: gone.append(used.name))
         assert (pool.is_down, gone) == (True, [])
         pool.give_back(used)
-        pool.went_well(used)
+        pool.record_success(used)
         assert (is_down(pool), gone, pool.free()) == (True, ["e1"], 0)
         await asyncio.sleep(1.0)
         assert (is_down(pool), pool.free()) == (False, 1)  # the probe of the other

@@ -3,19 +3,19 @@
 from carpool.broker.memory import MemoryBroker
 from carpool.core.request import DONE, QUEUED, Request
 from carpool.testing import FakeClock, Witness, make_output, make_request
-from carpool.upstream.offenders import Offenders
+from carpool.upstream.quarantine import Quarantine
 
 
 class Stand:
     def __init__(self) -> None:
         self.clock = FakeClock()
-        self.offenders = Offenders()
+        self.quarantined = Quarantine()
         self.witness = Witness()
         self.rung: list[str] = []
         self.broker = MemoryBroker(
-            waiting_max=100, bytes_max=10_000, lanes_max=9, tiers=2, offenders=self.offenders, clock=self.clock
+            waiting_max=100, bytes_max=10_000, lanes_max=9, tiers=2, quarantined=self.quarantined, clock=self.clock
         )
-        self.broker.when_work_arrives("m", lambda lane: self.rung.append("apart" if lane.is_apart else "plain"))
+        self.broker.when_work_arrives("m", lambda lane: self.rung.append("apart" if lane.is_quarantined else "plain"))
 
     def submit(self, name: str, tier: int = 0, owner: str = "") -> Request:
         request = make_request(name, self.witness, now=self.clock(), tier=tier, owner=owner)
@@ -24,7 +24,7 @@ class Stand:
         return request
 
     def take(self, count: int = 99, apart: bool = False) -> list[str]:
-        lanes = [lane for lane in self.broker.lanes("m") if lane.is_apart == apart]
+        lanes = [lane for lane in self.broker.lanes("m") if lane.is_quarantined == apart]
         return [request.id for lane in lanes for request in self.broker.take(lane, count, self.clock())]
 
 
@@ -86,11 +86,11 @@ def test_one_that_had_its_slot_has_no_queue_timeout_any_more() -> None:
     assert request.result_code == "deadline-exceeded"
 
 
-def test_offenders_ride_apart_also_those_who_waited_already() -> None:
+def test_owners_are_quarantined_also_those_who_waited_already() -> None:
     stand = Stand()
     stand.submit("early", owner="bad")
     stand.submit("good", owner="good")
-    stand.offenders.refused("m", "bad", stand.clock(), 3.0)
+    stand.quarantined.refused("m", "bad", stand.clock(), 3.0)
     stand.submit("late", owner="bad")
     assert stand.take() == ["good"]
     assert stand.take(apart=True) == ["early", "late"]
@@ -99,10 +99,10 @@ def test_offenders_ride_apart_also_those_who_waited_already() -> None:
 
 def test_what_returned_to_good_rides_with_the_others_again() -> None:
     stand = Stand()
-    stand.offenders.refused("m", "bad", stand.clock(), 3.0)
+    stand.quarantined.refused("m", "bad", stand.clock(), 3.0)
     request = stand.submit("a", owner="bad")
     assert stand.take(apart=True) == ["a"]
-    stand.offenders.look(stand.clock() + 60.0)
+    stand.quarantined.look(stand.clock() + 60.0)
     stand.broker.put_back([request])
     assert stand.take() == ["a"]
 
@@ -110,11 +110,11 @@ def test_what_returned_to_good_rides_with_the_others_again() -> None:
 def test_offenders_are_known_to_wait_until_their_last_request_is_taken() -> None:
     """Their scores stand still for as long."""
     stand = Stand()
-    stand.offenders.refused("m", "bad", stand.clock(), 3.0)
+    stand.quarantined.refused("m", "bad", stand.clock(), 3.0)
     for name, owner in (("a", "bad"), ("b", "bad"), ("c", "good")):
         stand.submit(name, owner=owner)
-    assert stand.broker.owners_apart() == {("m", "bad")}
+    assert stand.broker.quarantined_owners() == {("m", "bad")}
     assert stand.take(1, apart=True) == ["a"]
-    assert stand.broker.owners_apart() == {("m", "bad")}
+    assert stand.broker.quarantined_owners() == {("m", "bad")}
     assert stand.take(1, apart=True) == ["b"]
-    assert stand.broker.owners_apart() == set()
+    assert stand.broker.quarantined_owners() == set()

@@ -19,7 +19,7 @@ from carpool.testing import Witness, make_request
 from carpool.tracking import sqlite
 from carpool.tracking.questions import RequestQuestion, UsageQuestion
 from carpool.tracking.recorder import Recorder
-from carpool.tracking.records import BatchRow, Entry, RequestRow
+from carpool.tracking.records import BatchRow, RecordFields, RequestRow
 from carpool.tracking.sqlite import MIGRATIONS, Rows, SqliteStore
 from carpool.tracking.stores import BadRowsError, StoreAwayError, StoreUnusableError
 from support.processes import PATIENCE_S, until
@@ -182,7 +182,7 @@ async def test_a_row_that_cannot_be_written_is_lost_alone(tmp_path: Path) -> Non
         """Refuses some requests whatever they look like, and a batch that can't even be packed."""
 
         def pack(
-            self, requests: Sequence[Entry], batches: Sequence[Batch], offset_s: float, tiers: Sequence[str]
+            self, requests: Sequence[RecordFields], batches: Sequence[Batch], offset_s: float, tiers: Sequence[str]
         ) -> Rows:
             assert all(batch.id != "bad" for batch in batches)
             return super().pack(requests, batches, offset_s, tiers)

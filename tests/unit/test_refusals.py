@@ -10,7 +10,7 @@ from carpool.core.names import ProtocolName
 from carpool.upstream.codecs import Codec, JsonCodec, make_codec
 from carpool.upstream.codecs.base import Refusal
 from carpool.upstream.codecs.refusals import classify_status, error_message, limit_words
-from carpool.upstream.endpoint import Answer
+from carpool.upstream.endpoint import UpstreamResponse
 from carpool.upstream.first_contact import field_names
 
 JSON, V1, V2, GRPC, EMBEDDINGS, COMPLETIONS, TEI = (make_codec(name) for name in get_args(ProtocolName))
@@ -21,7 +21,7 @@ SIZE = 64
 
 
 def refused(codec: Codec, status: int, body: object, size: int = SIZE) -> Refusal:
-    return codec.classify(Answer(status, json.dumps(body).encode()), size, CALL_ID)
+    return codec.classify(UpstreamResponse(status, json.dumps(body).encode()), size, CALL_ID)
 
 
 def too_long(field: str, most: int = 32, size: int = SIZE, **other: Any) -> dict[str, Any]:
@@ -174,7 +174,7 @@ def test_a_message_is_looked_at_whole_also_where_it_is_cut_for_a_client() -> Non
     words = limit_words("a*b <= MAX")
     body = json.dumps({"error": "a" * 505 + "b <= 7" + "1" * 5 + " and more"}).encode()
     assert len(error_message(body)) == 512
-    assert classify_status(Answer(400, body), SIZE, words).batch_max is None
+    assert classify_status(UpstreamResponse(400, body), SIZE, words).batch_max is None
 
 
 def test_what_a_server_quotes_of_the_input_costs_nobody_time() -> None:
@@ -182,7 +182,7 @@ def test_what_a_server_quotes_of_the_input_costs_nobody_time() -> None:
     quoted = b"[" + b",".join([b"1e300"] * 100_000) + b"]"  # 15 us each, if they are decoded
     body = json.dumps({"detail": faults}).encode().replace(b'"*"', quoted)
     began = time.process_time()
-    refusal = JsonCodec().classify(Answer(422, body), 8)
+    refusal = JsonCodec().classify(UpstreamResponse(422, body), 8)
     assert field_names(body, b"") == ["inputs"] and refusal.message == "words"
     assert time.process_time() - began < 0.5
 

@@ -1,13 +1,21 @@
 """Whether an answer is the one before it, again: rule by rule (the numbers are those of `repeats.py`)."""
 
-from carpool.upstream.repeats import ANSWER_BYTES_MIN, BELIEVED_S, END_BYTES, Exchange, Repeats, print_of, print_of_end
+from carpool.upstream.repeats import (
+    ANSWER_BYTES_MIN,
+    BELIEVED_S,
+    END_BYTES,
+    CallAndAnswer,
+    Repeats,
+    fingerprint_of,
+    fingerprint_of_end,
+)
 
 NOW = 1000.0
 ANSWER = b"a" * ANSWER_BYTES_MIN
 
 
-def exchange(call: bytes, answer: bytes = ANSWER) -> Exchange:
-    return Exchange(print_of(call), print_of_end(len(answer), b"head" + answer))
+def exchange(call: bytes, answer: bytes = ANSWER) -> CallAndAnswer:
+    return CallAndAnswer(fingerprint_of(call), fingerprint_of_end(len(answer), b"head" + answer))
 
 
 def test_1_the_answer_to_the_call_before_is_in_doubt() -> None:
@@ -51,6 +59,10 @@ def test_4_short_answers_are_not_compared() -> None:
 def test_texts_are_known_by_their_size_and_ends() -> None:
     text = bytes(range(256)) * 64
     other = b"x" + text[1:]
-    assert print_of(text) != print_of(text[:-1]) and print_of(text) != print_of(other) != print_of(other[::-1])
-    assert print_of_end(len(text), text[-END_BYTES:]) == print_of_end(len(text), b"more" + text[-END_BYTES:])
-    assert print_of_end(3, b"head:abc") == print_of_end(3, b"another head:abc")
+    assert fingerprint_of(text) != fingerprint_of(text[:-1]) and fingerprint_of(text) != fingerprint_of(
+        other
+    ) != fingerprint_of(other[::-1])
+    assert fingerprint_of_end(len(text), text[-END_BYTES:]) == fingerprint_of_end(
+        len(text), b"more" + text[-END_BYTES:]
+    )
+    assert fingerprint_of_end(3, b"head:abc") == fingerprint_of_end(3, b"another head:abc")

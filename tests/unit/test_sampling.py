@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from carpool.core.tally import Histogram, RequestSeconds
+from carpool.core.histograms import Histogram, RequestSeconds
 from carpool.face.http.connection import Connection
 from carpool.face.http.exchange import Exchange
 from carpool.face.http.sampling import FOLLOWED_S_MAX, Sampler

@@ -90,7 +90,7 @@ async def test_halves_of_a_broker() -> None:
     told = [witness.outcome(request) for request in requests]
     assert isinstance(told[0], Output) and told[0].value == b"A"
     assert isinstance(told[1], InputRefused)
-    assert gateway.parking.held == 0 and gateway.parking.late_outcomes == 1  # the third had left
+    assert gateway.pending.held == 0 and gateway.pending.late_outcomes == 1  # the third had left
     assert wire == deque()
 
 

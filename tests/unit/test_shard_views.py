@@ -2,7 +2,7 @@
 
 from carpool.broker.redis.batcher.shards import HEADS_KNOWN_MAX, ShardView
 from carpool.broker.redis.keys import Keys
-from carpool.broker.redis.terms import Head, View
+from carpool.broker.redis.types import Head, ShardSnapshot
 
 SHARD = Keys().shards[0]
 
@@ -26,7 +26,7 @@ def test_bells_that_cross_an_answer_are_kept_until_it_comes() -> None:
     view.asked()
     view.heard(head(1))
     assert view.unread("m") == 0
-    view.told(View(0, [head(2)]))
+    view.told(ShardSnapshot(0, [head(2)]))
     assert (view.heads, view.rung) == ([head(1), head(2)], None)
 
 
@@ -34,5 +34,5 @@ def test_a_model_has_what_waits_for_it() -> None:
     """What waited for all models was taken for what waits for one: it was to wait for company that could not come."""
     view = ShardView(SHARD)
     assert view.unread("m") == 0
-    view.told(View(0, [head(1, "m", 3), head(2, "n", 40), head(3, "m", 4)]))
+    view.told(ShardSnapshot(0, [head(1, "m", 3), head(2, "n", 40), head(3, "m", 4)]))
     assert [view.unread(model) for model in ("m", "n", "other")] == [7, 40, 0]

@@ -8,7 +8,7 @@ from carpool.core.request import Request
 from carpool.service import ModelService
 from carpool.settings import Settings, models_of
 from carpool.settings.schema import UpstreamSettings
-from carpool.upstream.offenders import Offenders
+from carpool.upstream.quarantine import Quarantine
 
 
 class NoLetters:
@@ -22,7 +22,7 @@ async def test_the_door_of_one_of_four_does_not_count_on_what_the_others_use() -
     [model] = models_of(settings).values()
     async with aiohttp.ClientSession() as session:
         gateways = 1
-        service = ModelService(model, lambda: session, broker, NoLetters(), Offenders(), lambda: gateways)
+        service = ModelService(model, lambda: session, broker, NoLetters(), Quarantine(), lambda: gateways)
         of_all = service.capacity_rps()
         gateways = 4
         assert of_all > 0.0

@@ -2,7 +2,7 @@
 
 import pytest
 
-from carpool.broker.shares import ALONE_S, SHARE_COST, ParkedShares
+from carpool.broker.owner_quota import ALONE_S, SHARE_COST, ParkedShares
 from carpool.core.request import Request
 from carpool.testing import Witness, make_request
 

@@ -13,7 +13,7 @@ from carpool.admission.shedding import (
     GUARD_S,
     RECOUNT_QUIET_S,
     RECOUNT_S,
-    Door,
+    LoadShedder,
     Thresholds,
     TierRule,
     pressure,
@@ -100,25 +100,25 @@ class Stands(msgspec.Struct):
 class Scene:
     """A door over tiers whose waiting the test sets. Capacity is 1,000/s in batches of 8 unless it says otherwise."""
 
-    def __init__(self, capacity: float = 1000.0, thresholds: Thresholds | None = None, trickle: float = 0.05) -> None:
+    def __init__(self, capacity: float = 1000.0, thresholds: Thresholds | None = None, min_share: float = 0.05) -> None:
         self.stands = [Stands() for _ in TIERS]
-        self.door = Door(TIERS, self.stands, thresholds=thresholds, trickle=trickle)
+        self.shedder = LoadShedder(TIERS, self.stands, thresholds=thresholds, min_share=min_share)
         self.now = 100.0
         self.learn(capacity)
 
     def learn(self, capacity: float, batch_s: float = 0.0, batch: float = 8.0) -> None:
-        self.door.learn([capacity] * 3, [batch] * 3, self.stands, batch_s=batch_s)
+        self.shedder.learn([capacity] * 3, [batch] * 3, self.stands, batch_s=batch_s)
 
     def ask(self, tier: int, owner: str = "somebody") -> Shed | None:
         self.now += RECOUNT_QUIET_S
-        return self.door.refusal(tier, owner, self.now)
+        return self.shedder.refusal(tier, owner, self.now)
 
 
 def test_nobody_is_refused_before_the_capacity_is_known() -> None:
     stands = [Stands(waiting=10**6) for _ in TIERS]
-    door = Door(TIERS, stands)
-    assert all(door.refusal(tier, "a", 1.0) is None for tier in range(3))
-    assert door.predicted_wait_s(FREE) == 0.0
+    shedder = LoadShedder(TIERS, stands)
+    assert all(shedder.refusal(tier, "a", 1.0) is None for tier in range(3))
+    assert shedder.predicted_wait_s(FREE) == 0.0
 
 
 def test_who_would_wait_longer_than_its_tier_may_is_refused() -> None:
@@ -153,8 +153,8 @@ class TestBursts:
 
     def scene(self, call_s: float = 0.2, burst_rps: float = 1000.0) -> Scene:
         scene = Scene()
-        scene.door = Door(TIERS, scene.stands, queue_s=2.0)
-        scene.door.learn([1000.0] * 3, [8.0] * 3, scene.stands, call_s=call_s, burst_rps=burst_rps)
+        scene.shedder = LoadShedder(TIERS, scene.stands, queue_s=2.0)
+        scene.shedder.learn([1000.0] * 3, [8.0] * 3, scene.stands, call_s=call_s, burst_rps=burst_rps)
         return scene
 
     def comes_in(self, scene: Scene, waiting: int, tier: int = FREE) -> str:
@@ -162,7 +162,7 @@ class TestBursts:
         scene.stands[tier].set(somebody=waiting)
         if scene.ask(tier) is not None:
             return "not at all"
-        return "late" if scene.door.is_late else "in time"
+        return "late" if scene.shedder.is_late else "in time"
 
     def stand_for(self, scene: Scene, seconds: float, waiting: int = 100) -> None:
         """More wait than a batch takes."""
@@ -216,7 +216,7 @@ class TestBursts:
         scene.stands[FREE].late_names = {"somebody"}
         for owner, is_late in (("somebody", True), ("another", False), ("a third", False)):
             assert scene.ask(FREE, owner) is None
-            assert scene.door.is_late == is_late
+            assert scene.shedder.is_late == is_late
         scene.stands[FREE].late_names = set()
         self.stand_for(scene, 3)
         scene.stands[FREE].set(somebody=300)
@@ -226,7 +226,7 @@ class TestBursts:
         scene.stands[FREE].late_names = set()
         scene.stands[FREE].set(somebody=100)
         assert scene.ask(FREE) is None
-        assert not scene.door.is_late
+        assert not scene.shedder.is_late
 
     def test_its_owner_comes_in_behind_it_or_not_at_all(self) -> None:
         """Else what it sends later would go before it, and it would wait until its time is over."""
@@ -244,7 +244,7 @@ class TestBursts:
         self.stand_for(scene, 3, waiting=0)
         assert scene.ask(ENTERPRISE) is None
         assert scene.ask(PAID, "another") is None
-        scene.stands[FREE].set(another=20)  # more than the trickle
+        scene.stands[FREE].set(another=20)  # more than its minimum share
         assert scene.ask(FREE, "another") is not None
 
     def test_others_of_its_tier_come_in_time_by_their_share_of_the_owners(self) -> None:
@@ -256,9 +256,9 @@ class TestBursts:
             many = {f"late{number}": 200 // late for number in range(late)}
             scene.stands[FREE].set(**many)
             scene.stands[FREE].late_names = set(many)
-            asked = [scene.door.refusal(FREE, "new", scene.now + 1 + number / 1000) for number in range(1000)]
+            asked = [scene.shedder.refusal(FREE, "new", scene.now + 1 + number / 1000) for number in range(1000)]
             in_time = sum(refusal is None for refusal in asked)
-            let_in.append(0 if scene.door.is_late else in_time)
+            let_in.append(0 if scene.shedder.is_late else in_time)
         assert let_in == [pytest.approx(500 + 125, rel=0.1), pytest.approx(5, abs=5)]
 
     def test_a_call_of_many_does_not_push_it_out(self) -> None:
@@ -267,9 +267,9 @@ class TestBursts:
         scene.stands[FREE].late_names = {"somebody"}
         scene.now += 1
         for owner, count, is_late in (("few", 100, False), ("many", 140, True)):
-            assert scene.door.refusal_of_all(FREE, owner, scene.now, count, 2.0) is None
-            assert scene.door.is_late == is_late
-        assert scene.door.refusal_of_all(FREE, "more", scene.now + 0.01, 500, 2.0) is not None
+            assert scene.shedder.refusal_of_all(FREE, owner, scene.now, count, 2.0) is None
+            assert scene.shedder.is_late == is_late
+        assert scene.shedder.refusal_of_all(FREE, "more", scene.now + 0.01, 500, 2.0) is not None
 
     def test_what_was_counted_while_it_waited_is_not_held_against_those_with_deadlines(self) -> None:
         """They are asked about first; nothing else may count anew."""
@@ -278,16 +278,16 @@ class TestBursts:
         scene.stands[FREE].late_names = {"somebody"}
         scene.ask(FREE)
         scene.stands[FREE].set()
-        assert scene.door.refusal_by_deadline(FREE, "somebody", scene.now + 10, 0.3) is None
+        assert scene.shedder.refusal_by_deadline(FREE, "somebody", scene.now + 10, 0.3) is None
 
     def test_higher_tiers_do_not_wait_for_it(self) -> None:
         scene = self.scene()
         for _ in range(20):
-            scene.door.waited(FREE, 0.6)
+            scene.shedder.waited(FREE, 0.6)
         scene.stands[FREE].set(somebody=900, another=100)
         scene.stands[FREE].late_names = {"somebody"}
         scene.ask(ENTERPRISE)
-        assert scene.door.predicted_wait_s(ENTERPRISE) < 0.1
+        assert scene.shedder.predicted_wait_s(ENTERPRISE) < 0.1
 
     def test_nor_do_others_of_its_tier(self) -> None:
         scene = self.scene()
@@ -301,9 +301,9 @@ class TestBursts:
         scene = self.scene()
         for _ in range(100):
             for _ in range(40):
-                scene.door.refusal(PAID, "p", scene.now)
+                scene.shedder.refusal(PAID, "p", scene.now)
             scene.now += 0.1
-            scene.door.tick(0.1, scene.now)
+            scene.shedder.tick(0.1, scene.now)
         brought = 400 * 1.76
         most = round(1760 - brought - 3 * sqrt(brought))
         assert [self.comes_in(scene, waiting) for waiting in (most - 20, most + 20)] == ["late", "not at all"]
@@ -313,9 +313,9 @@ class TestBursts:
         scene = self.scene()
         for _ in range(100):
             for number in range(40):
-                assert scene.door.refusal(FREE, f"owner{number}", scene.now) is None
+                assert scene.shedder.refusal(FREE, f"owner{number}", scene.now) is None
             scene.now += 0.1
-            scene.door.tick(0.1, scene.now)
+            scene.shedder.tick(0.1, scene.now)
         assert self.comes_in(scene, 0) == "in time"
         brought = 400 * 1.76
         most = round(1760 - brought - 3 * sqrt(brought))
@@ -327,9 +327,9 @@ class TestBursts:
         scene = self.scene()
         for _ in range(100):
             for _ in range(80):
-                assert scene.door.refusal(FREE, "somebody", scene.now) is None
+                assert scene.shedder.refusal(FREE, "somebody", scene.now) is None
             scene.now += 0.1
-            scene.door.tick(0.1, scene.now)
+            scene.shedder.tick(0.1, scene.now)
         brought = 500 * 1.76
         most = round(1760 - brought - 3 * sqrt(brought))
         assert [self.comes_in(scene, waiting) for waiting in (most - 20, most + 20)] == ["late", "not at all"]
@@ -337,7 +337,7 @@ class TestBursts:
     @pytest.mark.parametrize("others", [[0.0, 400.0, 0.0], [0.0, 0.0, 400.0]], ids=["higher", "its own"])
     def test_and_what_its_tier_and_higher_ones_bring_to_other_gateways(self, others: list[float]) -> None:
         scene = self.scene()
-        learn_share(scene.door, 1000.0, 8.0, others, scene.stands, 0.2, 2)
+        learn_share(scene.shedder, 1000.0, 8.0, others, scene.stands, 0.2, 2)
         brought = 200 * 1.76  # the half of it, as this one counts on the half of what can be served
         most = round(880 + 500 * 0.2 - brought - 3 * sqrt(brought))  # and what runs
         assert [self.comes_in(scene, waiting) for waiting in (most - 20, most + 20)] == ["late", "not at all"]
@@ -346,26 +346,26 @@ class TestBursts:
         scene = self.scene()
         for _ in range(100):
             for _ in range(40):
-                scene.door.refusal(PAID, "p", scene.now)
+                scene.shedder.refusal(PAID, "p", scene.now)
             scene.now += 0.1
-            scene.door.tick(0.1, scene.now)
+            scene.shedder.tick(0.1, scene.now)
         scene.stands[FREE].set(somebody=300)
         scene.ask(FREE)
-        assert scene.door.refusal_by_deadline(FREE, "somebody", scene.now, 0.5) is not None
-        assert scene.door.refusal_by_deadline(FREE, "somebody", scene.now, 1.0) is None
+        assert scene.shedder.refusal_by_deadline(FREE, "somebody", scene.now, 0.5) is not None
+        assert scene.shedder.refusal_by_deadline(FREE, "somebody", scene.now, 1.0) is None
 
     def test_a_client_that_waits_for_less_than_a_call_takes_is_told_so_in_words_that_make_sense(self) -> None:
         scene = self.scene()
         scene.stands[FREE].set(somebody=300)
-        refusal = scene.door.refusal_by_deadline(FREE, "another", scene.now, -0.1)
+        refusal = scene.shedder.refusal_by_deadline(FREE, "another", scene.now, -0.1)
         assert refusal is not None
         assert "within 0 ms" in refusal.detail
 
     def test_a_rate_is_known_at_once(self) -> None:
         scene = self.scene()
-        scene.door.tick(0.1, scene.now)
+        scene.shedder.tick(0.1, scene.now)
         for _ in range(50):
-            scene.door.refusal(PAID, "p", scene.now)
+            scene.shedder.refusal(PAID, "p", scene.now)
         assert self.comes_in(scene, 1759) == "not at all"
 
     def test_a_call_that_takes_as_long_as_requests_may_wait_leaves_the_tiers_limit(self) -> None:
@@ -374,7 +374,7 @@ class TestBursts:
 
     def test_of_many_gateways_each_has_an_equal_part(self) -> None:
         scene = self.scene()
-        learn_share(scene.door, 1000.0, 8.0, [0.0] * 3, scene.stands, 0.2, 4)
+        learn_share(scene.shedder, 1000.0, 8.0, [0.0] * 3, scene.stands, 0.2, 4)
         # 440 may wait; 50 run.
         assert [self.comes_in(scene, waiting) for waiting in (440, 460, 480, 500)] == [
             "in time",
@@ -382,14 +382,14 @@ class TestBursts:
             "late",
             "not at all",
         ]
-        learn_share(scene.door, 1000.0, 8.0, [0.0] * 3, scene.stands, 0.2, 2)
+        learn_share(scene.shedder, 1000.0, 8.0, [0.0] * 3, scene.stands, 0.2, 2)
         assert [self.comes_in(scene, waiting) for waiting in (460, 970, 990)] == ["late", "late", "not at all"]
 
     def test_it_has_a_later_place(self) -> None:
         scene = self.scene()
         taken = Taken()
         nothing: Any = None
-        gate = Gate(taken, nothing, {"m": Up()}, lowest_tier=2, doors={"m": scene.door})
+        gate = Gate(taken, nothing, {"m": Up()}, lowest_tier=2, shedders={"m": scene.shedder})
         for waiting, is_late in ((300, True), (0, False)):
             scene.stands[FREE].set(**{"": waiting})
             scene.now += RECOUNT_QUIET_S
@@ -412,16 +412,16 @@ class TestBursts:
 
     def test_until_a_call_has_ended_it_needs_twice_what_it_has_needed_so_far(self) -> None:
         stands, since = [Stands() for _ in TIERS], [inf]
-        door = Door(TIERS, stands, queue_s=2.0)
-        door.suppose(lambda: (64.0, since[0]), stands)
+        shedder = LoadShedder(TIERS, stands, queue_s=2.0)
+        shedder.suppose(lambda: (64.0, since[0]), stands)
         stands[FREE].set(somebody=10_000)
-        assert door.refusal(FREE, "somebody", 10.0) is None, "no call runs: nothing is known"
+        assert shedder.refusal(FREE, "somebody", 10.0) is None, "no call runs: nothing is known"
         since[0] = 10.0
         for waiting, age_s, is_let_in in ((1000, 0.05, True), (1000, 0.2, False), (200, 0.21, True), (200, 0.5, False)):
             stands[FREE].set(somebody=waiting)
-            assert (door.refusal(FREE, "somebody", 10.0 + age_s) is None) == is_let_in
+            assert (shedder.refusal(FREE, "somebody", 10.0 + age_s) is None) == is_let_in
         since[0] = inf
-        assert door.refusal(FREE, "somebody", 11.0) is None, "it has failed: nothing is known again"
+        assert shedder.refusal(FREE, "somebody", 11.0) is None, "it has failed: nothing is known again"
 
 
 def test_the_lowest_tier_goes_first_then_the_next() -> None:
@@ -440,11 +440,11 @@ def test_admissions_between_two_counts_take_places() -> None:
     scene.stands[FREE].set(**{f"owner{number}": 1 for number in range(140)})
     scene.ask(ENTERPRISE)
     admitted = 0
-    while scene.door.refusal(FREE, f"another{admitted}", scene.now) is None:
+    while scene.shedder.refusal(FREE, f"another{admitted}", scene.now) is None:
         admitted += 1
         scene.stands[FREE].by_owner[f"another{admitted}"] = 1
     assert admitted == 9  # with enterprise's ten: 250 may be ahead
-    assert scene.door.refusal(PAID, "somebody", scene.now) is None
+    assert scene.shedder.refusal(PAID, "somebody", scene.now) is None
 
 
 def test_a_count_with_much_room_may_be_older_but_refuses_nobody() -> None:
@@ -452,12 +452,12 @@ def test_a_count_with_much_room_may_be_older_but_refuses_nobody() -> None:
     scene = Scene()
     scene.ask(FREE)
     scene.now += RECOUNT_S
-    assert all(scene.door.refusal(FREE, "somebody", scene.now) is None for _ in range(300))
+    assert all(scene.shedder.refusal(FREE, "somebody", scene.now) is None for _ in range(300))
     scene.stands[FREE].set(somebody=240)
     scene.ask(FREE)
     scene.stands[FREE].set(somebody=250)
     scene.now += RECOUNT_S
-    assert scene.door.refusal(FREE, "somebody", scene.now) is not None, "with little room it is counted anew soon"
+    assert scene.shedder.refusal(FREE, "somebody", scene.now) is not None, "with little room it is counted anew soon"
 
 
 def test_what_overtakes_counts() -> None:
@@ -467,7 +467,7 @@ def test_what_overtakes_counts() -> None:
         for tier, count in ((ENTERPRISE, 10), (PAID, 50)):
             for _ in range(count):
                 scene.ask(tier)
-        scene.door.tick(0.1, scene.now)
+        scene.shedder.tick(0.1, scene.now)
     by_chance = 3 * sqrt(0.25 * 600)
     scene.stands[FREE].set(somebody=round(95 - by_chance))
     assert scene.ask(FREE) is None
@@ -482,7 +482,7 @@ def test_the_lowest_tier_has_room_for_a_trickle() -> None:
     assert scene.ask(FREE) is None  # 5 % of 250
     scene.stands[FREE].set(somebody=13)
     assert scene.ask(FREE) is not None
-    without = Scene(trickle=0.0)
+    without = Scene(min_share=0.0)
     without.stands[PAID].set(somebody=450)
     assert without.ask(FREE) is not None
 
@@ -523,25 +523,25 @@ def test_less_capacity_closes_the_door_and_more_opens_it() -> None:
     refusal = scene.ask(FREE)
     assert refusal is not None
     assert refusal.retry_after_s == 30
-    scene.door.suppose(lambda: (0.0, inf), scene.stands)
+    scene.shedder.suppose(lambda: (0.0, inf), scene.stands)
     assert scene.ask(FREE) is None
 
 
 def test_a_deadline_of_its_own() -> None:
     scene = Scene()
     scene.stands[ENTERPRISE].set(somebody=100)
-    assert scene.door.refusal_by_deadline(ENTERPRISE, "somebody", scene.now, 0.2) is None
-    refusal = scene.door.refusal_by_deadline(ENTERPRISE, "somebody", scene.now, 0.05)
+    assert scene.shedder.refusal_by_deadline(ENTERPRISE, "somebody", scene.now, 0.2) is None
+    refusal = scene.shedder.refusal_by_deadline(ENTERPRISE, "somebody", scene.now, 0.05)
     assert refusal is not None
     assert refusal.predicted_wait_ms == 100
-    assert scene.door.shed[ENTERPRISE] == 1
+    assert scene.shedder.shed[ENTERPRISE] == 1
 
 
 def test_what_one_owner_has_waiting_makes_no_other_late() -> None:
     scene = Scene()
     scene.stands[FREE].set(flood=200)
-    assert scene.door.refusal_by_deadline(FREE, "flood", scene.now, 0.1) is not None
-    assert scene.door.refusal_by_deadline(FREE, "little", scene.now, 0.01) is None
+    assert scene.shedder.refusal_by_deadline(FREE, "flood", scene.now, 0.1) is not None
+    assert scene.shedder.refusal_by_deadline(FREE, "little", scene.now, 0.01) is None
 
 
 def test_nobody_overtakes_one_that_does_not_wait() -> None:
@@ -550,12 +550,12 @@ def test_nobody_overtakes_one_that_does_not_wait() -> None:
     for _ in range(60):
         for _ in range(60):
             scene.ask(ENTERPRISE)
-        scene.door.tick(0.1, scene.now)
-    assert scene.door.refusal_by_deadline(FREE, "hasty", scene.now, 0.02) is None
+        scene.shedder.tick(0.1, scene.now)
+    assert scene.shedder.refusal_by_deadline(FREE, "hasty", scene.now, 0.02) is None
     scene.stands[ENTERPRISE].set(somebody=6)
-    assert scene.door.refusal_by_deadline(FREE, "hasty", scene.now, 0.02) is None
+    assert scene.shedder.refusal_by_deadline(FREE, "hasty", scene.now, 0.02) is None
     scene.stands[ENTERPRISE].set(somebody=10)
-    assert scene.door.refusal_by_deadline(FREE, "hasty", scene.now, 0.02) is not None
+    assert scene.shedder.refusal_by_deadline(FREE, "hasty", scene.now, 0.02) is not None
 
 
 def test_who_would_be_late_takes_no_place_from_others() -> None:
@@ -563,15 +563,15 @@ def test_who_would_be_late_takes_no_place_from_others() -> None:
     scene = Scene()
     scene.stands[ENTERPRISE].set(somebody=20)
     nothing: Any = None
-    gate = Gate(nothing, nothing, {"m": Up()}, lowest_tier=2, doors={"m": scene.door})
+    gate = Gate(nothing, nothing, {"m": Up()}, lowest_tier=2, shedders={"m": scene.shedder})
     for tick in range(50):
         scene.now += 0.1
         for number in range(100):
             late = make_request(f"{tick} {number}", Witness(), now=scene.now, own_timeout_s=0.001)
             assert isinstance(gate.admit(late), Shed)
-        scene.door.tick(0.1, scene.now)
-    assert scene.door.shed[ENTERPRISE] == 5000
-    assert scene.door.predicted_wait_s(FREE) == pytest.approx(0.02)
+        scene.shedder.tick(0.1, scene.now)
+    assert scene.shedder.shed[ENTERPRISE] == 5000
+    assert scene.shedder.predicted_wait_s(FREE) == pytest.approx(0.02)
 
 
 def test_lanes_of_this_process_are_forgotten_when_redis_has_them() -> None:
@@ -590,24 +590,24 @@ def test_lanes_of_this_process_are_forgotten_when_redis_has_them() -> None:
             return 0
 
     scene = Scene()
-    scene.door.learn([1000.0] * 3, [8.0] * 3, scene.stands, lanes=Lanes())
-    scene.door.refusal(FREE, "a", scene.now)
-    assert scene.door.rooms[FREE] <= 0  # each who comes is looked at
-    scene.door.learn([1000.0] * 3, [8.0] * 3, scene.stands)
-    scene.door.refusal(FREE, "a", scene.now + 1.0)
-    assert scene.door.rooms[FREE] > 0
+    scene.shedder.learn([1000.0] * 3, [8.0] * 3, scene.stands, lanes=Lanes())
+    scene.shedder.refusal(FREE, "a", scene.now)
+    assert scene.shedder.headroom[FREE] <= 0  # each who comes is looked at
+    scene.shedder.learn([1000.0] * 3, [8.0] * 3, scene.stands)
+    scene.shedder.refusal(FREE, "a", scene.now + 1.0)
+    assert scene.shedder.headroom[FREE] > 0
 
 
 class TestCallsOfMany:
     def ask(self, scene: Scene, count: int, seconds: float = 2.0, tier: int = FREE, owner: str = "o") -> Shed | None:
         scene.now += RECOUNT_QUIET_S
-        return scene.door.refusal_of_all(tier, owner, scene.now, count, seconds)
+        return scene.shedder.refusal_of_all(tier, owner, scene.now, count, seconds)
 
     def test_the_last_must_be_served_in_time(self) -> None:
         scene = Scene()
         refusal = self.ask(scene, 2002)
         assert refusal is not None and refusal.detail.endswith("send 2000 inputs at most in a call")
-        assert scene.door.shed[FREE] == 2002
+        assert scene.shedder.shed[FREE] == 2002
         assert self.ask(scene, 2001) is None
 
     def test_what_waits_counts_in_turns(self) -> None:
@@ -628,11 +628,11 @@ class TestCallsOfMany:
     def test_all_of_them_take_places(self) -> None:
         scene = Scene()
         assert self.ask(scene, 300, tier=PAID) is None
-        assert scene.door.refusal(FREE, "b", scene.now) is None  # rule 3
-        assert scene.door.rooms[FREE] < 0 < scene.door.rooms[ENTERPRISE]
+        assert scene.shedder.refusal(FREE, "b", scene.now) is None  # rule 3
+        assert scene.shedder.headroom[FREE] < 0 < scene.shedder.headroom[ENTERPRISE]
 
     def test_nobody_is_refused_before_the_capacity_is_known(self) -> None:
-        assert Door(TIERS, [Stands() for _ in TIERS]).refusal_of_all(FREE, "a", 1.0, 2048, 0.1) is None
+        assert LoadShedder(TIERS, [Stands() for _ in TIERS]).refusal_of_all(FREE, "a", 1.0, 2048, 0.1) is None
 
     def test_thresholds(self) -> None:
         scene = Scene(thresholds=Thresholds(depth_highest_only=20, depth_not_lowest=10))
@@ -646,9 +646,9 @@ class TestCallsOfMany:
 def test_a_gateway_to_which_nothing_came_so_far_lets_the_first_in() -> None:
     """The others have more than all of the capacity, at any tier."""
     scene = Scene()
-    learn_share(scene.door, 1000.0, 8.0, [0.0, 0.0, 5000.0], scene.stands, 0.2, 2)
+    learn_share(scene.shedder, 1000.0, 8.0, [0.0, 0.0, 5000.0], scene.stands, 0.2, 2)
     assert [scene.ask(tier) is None for tier in range(3)] == [True, True, True]
-    learn_share(scene.door, 1000.0, 8.0, [2000.0, 0.0, 5000.0], scene.stands, 0.2, 2)
+    learn_share(scene.shedder, 1000.0, 8.0, [2000.0, 0.0, 5000.0], scene.stands, 0.2, 2)
     assert [scene.ask(tier) is None for tier in range(3)] == [True, True, True]
 
 
@@ -657,10 +657,10 @@ def test_the_guard_trusts_less_while_even_the_shortest_wait_is_too_long() -> Non
 
     def look(wait_s: float, times: int = 10) -> float:
         for _ in range(times):
-            scene.door.waited(FREE, wait_s)
+            scene.shedder.waited(FREE, wait_s)
         scene.now += GUARD_S
-        scene.door.tick(GUARD_S, scene.now)
-        return scene.door.trust[FREE]
+        scene.shedder.tick(GUARD_S, scene.now)
+        return scene.shedder.trust[FREE]
 
     look(0.1)
     assert look(0.1) == 1.0
@@ -681,7 +681,7 @@ def test_over_redis_an_owner_is_not_refused_for_what_is_served_of_it() -> None:
     scene = Scene()
     scene.learn(16.0, batch_s=2.0)
     scene.stands[FREE].set(flood=36, modest=4)
-    scene.door.tick(1.0, scene.now)
+    scene.shedder.tick(1.0, scene.now)
     assert scene.ask(FREE, "flood") is not None
     assert scene.ask(FREE, "modest") is None
     assert scene.ask(FREE, "somebody else") is None
@@ -695,10 +695,10 @@ def test_over_redis_those_that_are_served_do_not_wait() -> None:
     scene.learn(1000.0, batch_s=0.2)
     scene.stands[FREE].set(somebody=200)
     scene.ask(FREE)
-    assert scene.door.predicted_wait_s(FREE) == 0.0
+    assert scene.shedder.predicted_wait_s(FREE) == 0.0
     scene.stands[FREE].set(somebody=300)
     scene.ask(FREE)
-    assert scene.door.predicted_wait_s(FREE) == pytest.approx(0.1)
+    assert scene.shedder.predicted_wait_s(FREE) == pytest.approx(0.1)
 
 
 class TestThresholds:
@@ -723,7 +723,7 @@ class TestThresholds:
         for _ in range(60):
             for _ in range(80):
                 scene.ask(PAID)
-            scene.door.tick(0.1, scene.now)
+            scene.shedder.tick(0.1, scene.now)
         assert [scene.ask(tier) is None for tier in range(3)] == [True, True, False]
 
 
@@ -745,8 +745,8 @@ class Simulation:
         self.free_at = [0.0] * slots
         self.lines: list[list[float]] = [[], [], []]
         self.stands = [Stands() for _ in TIERS]
-        self.door = Door(TIERS, self.stands)
-        self.door.learn([self.capacity * does_door_know] * 3, [batch] * 3, self.stands)
+        self.shedder = LoadShedder(TIERS, self.stands)
+        self.shedder.learn([self.capacity * does_door_know] * 3, [batch] * 3, self.stands)
         self.waits: list[list[float]] = [[], [], []]
         self.served = 0
 
@@ -757,7 +757,7 @@ class Simulation:
             now += step
             for tier, rate in enumerate(rates):
                 for _ in range(int(rate * step) + (random.random() < (rate * step) % 1)):
-                    if self.door.refusal(tier, "somebody", now) is None:
+                    if self.shedder.refusal(tier, "somebody", now) is None:
                         self.lines[tier].append(now)
             for slot, free_at in enumerate(self.free_at):
                 if free_at <= now:
@@ -767,7 +767,7 @@ class Simulation:
                 self.stands[tier].set(somebody=len(line))
             if now >= next_tick:
                 next_tick += 0.1
-                self.door.tick(0.1, now)
+                self.shedder.tick(0.1, now)
         return self
 
     def send(self, now: float) -> int:
@@ -781,7 +781,7 @@ class Simulation:
                 self.waits[tier].append(waited)
             sent += 1
             if sent == self.batch or not any(self.lines):
-                self.door.waited(tier, waited)
+                self.shedder.waited(tier, waited)
         return sent
 
     def p99(self, tier: int) -> float:
@@ -793,7 +793,7 @@ class Simulation:
     ("times", "waits"),
     [
         (2.0, (0.12, 0.14, 0.4)),
-        # Enterprise and paid alone are three times the capacity: free has its trickle, in its order.
+        # Enterprise and paid alone are three times the capacity: free has its minimum share, in its order.
         (10.0, (0.55, 0.65, 1.1)),
     ],
 )
@@ -803,7 +803,7 @@ def test_overload_of_three_tiers(times: float, waits: tuple[float, float, float]
     offered = scene.capacity * times
     scene.run([0.05 * offered, 0.25 * offered, 0.7 * offered], 12.0)
     assert scene.served > 0.97 * scene.capacity * 12
-    assert scene.door.shed[ENTERPRISE] == 0
+    assert scene.shedder.shed[ENTERPRISE] == 0
     assert [scene.p99(tier) <= most for tier, most in enumerate(waits)] == [True] * 3, [*map(scene.p99, range(3))]
     assert len(scene.waits[FREE]) > 0.005 * scene.served
 
@@ -821,13 +821,13 @@ def test_a_wrong_estimate_does_not_ruin_it(wrong: float) -> None:
 @pytest.mark.parametrize("tick_s", [0.1, 0.15, 0.4])
 def test_ticks_that_come_late_make_no_rate_higher(tick_s: float) -> None:
     scene, clock = Scene(), FakeClock()
-    ticks = Ticks({"m": scene.door}, clock)
+    ticks = Ticks({"m": scene.shedder}, clock)
     for _ in range(60):
         for _ in range(round(200 * tick_s)):
             scene.ask(FREE)
         clock.advance(tick_s)
         ticks.tick()
-    assert scene.door.rates[FREE] == pytest.approx(200.0, rel=0.01)
+    assert scene.shedder.rates[FREE] == pytest.approx(200.0, rel=0.01)
 
 
 def test_a_flood_of_the_lowest_tier_elsewhere_sheds_nobody_above_it_here() -> None:
@@ -837,11 +837,11 @@ def test_a_flood_of_the_lowest_tier_elsewhere_sheds_nobody_above_it_here() -> No
         for _ in range(20):
             scene.ask(ENTERPRISE)
         scene.now += 0.1
-        scene.door.tick(0.1, scene.now)
-    learn_share(scene.door, 1000.0, 8.0, [0.0, 0.0, 20_000.0], scene.stands, 6.0, 2)
+        scene.shedder.tick(0.1, scene.now)
+    learn_share(scene.shedder, 1000.0, 8.0, [0.0, 0.0, 20_000.0], scene.stands, 6.0, 2)
     scene.stands[ENTERPRISE].set(somebody=1200)  # 200 a second, for 6 s each
     assert scene.ask(ENTERPRISE) is None
-    assert scene.door.predicted_wait_s(ENTERPRISE) == 0.0
+    assert scene.shedder.predicted_wait_s(ENTERPRISE) == 0.0
     scene.stands[ENTERPRISE].set(somebody=7100)
     assert scene.ask(ENTERPRISE) is not None
 
@@ -849,18 +849,18 @@ def test_a_flood_of_the_lowest_tier_elsewhere_sheds_nobody_above_it_here() -> No
 def test_it_is_counted_how_far_predicted_waits_are_off() -> None:
     """10 wait at 100 a second: 0.1 s. What was predicted just before a request came counts, not what is now."""
     scene = Scene(capacity=100.0)
-    scene.door.tick(0.1, 99.0)
-    assert scene.door.wait_errors["too-high"].total == 0
+    scene.shedder.tick(0.1, 99.0)
+    assert scene.shedder.wait_errors["too-high"].total == 0
     scene.stands[ENTERPRISE].set(a=10)
-    scene.door.tick(0.1, 100.0)
+    scene.shedder.tick(0.1, 100.0)
     scene.stands[ENTERPRISE].set(a=90)
-    scene.door.tick(0.1, 100.1)
-    scene.door.waited(ENTERPRISE, 0.4, 100.05)
-    scene.door.waited(ENTERPRISE, 0.6, 100.2)
-    errors = scene.door.wait_errors
+    scene.shedder.tick(0.1, 100.1)
+    scene.shedder.waited(ENTERPRISE, 0.4, 100.05)
+    scene.shedder.waited(ENTERPRISE, 0.6, 100.2)
+    errors = scene.shedder.wait_errors
     assert {name: sum(each.counts) for name, each in errors.items()} == {"too-high": 1, "too-low": 1}
     assert errors["too-low"].total == pytest.approx(0.4 - 0.1)
     assert errors["too-high"].total == pytest.approx(0.9 - 0.6)
-    scene.door.waited(ENTERPRISE, 0.6, 10.0)
-    scene.door.waited(ENTERPRISE, 0.6)
+    scene.shedder.waited(ENTERPRISE, 0.6, 10.0)
+    scene.shedder.waited(ENTERPRISE, 0.6)
     assert sum(errors["too-low"].counts) == 1, "nobody knows what was predicted then"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from carpool.testing import FakeClock
-from carpool.upstream.endpoint import Answer, AttemptFailedError, Call, Endpoint
+from carpool.upstream.endpoint import AttemptFailedError, Endpoint, UpstreamCall, UpstreamResponse
 from carpool.upstream.simulated import (
     HANG_S_MAX,
     SeenInputs,
@@ -59,9 +59,9 @@ def gpu_on(time: FakeTime, seen: SeenInputs | None = None, **settings: Any) -> S
     )
 
 
-def answer_to(body: bytes, **settings: Any) -> Answer | None:
+def answer_to(body: bytes, **settings: Any) -> UpstreamResponse | None:
     """What one call gets in the end."""
-    time, answers = FakeTime(), list[Answer | None]()
+    time, answers = FakeTime(), list[UpstreamResponse | None]()
     gpu_on(time, **settings).submit(body, answers.append)
     time.advance(HANG_S_MAX)
     assert len(answers) == 1
@@ -122,7 +122,7 @@ def test_a_bad_address_is_refused_by_one_line_that_names_the_key(url: str, named
     ],
 )
 def test_a_string_comes_back_reversed_and_anything_else_as_an_echo(body: bytes, answer: bytes) -> None:
-    assert answer_to(body) == Answer(200, answer)
+    assert answer_to(body) == UpstreamResponse(200, answer)
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_a_string_comes_back_reversed_and_anything_else_as_an_echo(body: bytes, 
     ],
 )
 def test_a_malformed_call_gets_400_at_once(body: bytes) -> None:
-    time, answers = FakeTime(), list[Answer | None]()
+    time, answers = FakeTime(), list[UpstreamResponse | None]()
     gpu_on(time).submit(body, answers.append)
     assert answers[0] is not None
     assert answers[0].status == 400
@@ -153,7 +153,7 @@ def test_a_malformed_call_gets_400_at_once(body: bytes) -> None:
 
 def test_a_batch_over_the_maximum_gets_400_and_one_at_the_maximum_does_not() -> None:
     refused, taken = answer_to(batch(*["a"] * 65)), answer_to(batch(*["a"] * 64))
-    assert refused == Answer(400, b'{"error":"batch size 65 > maximum 64"}')
+    assert refused == UpstreamResponse(400, b'{"error":"batch size 65 > maximum 64"}')
     assert taken is not None
     assert taken.status == 200
 
@@ -178,7 +178,7 @@ def test_calls_beyond_the_slots_wait_in_order() -> None:
 
 
 def test_the_latency_grows_with_the_batch() -> None:
-    time, answers = FakeTime(), list[Answer | None]()
+    time, answers = FakeTime(), list[UpstreamResponse | None]()
     gpu_on(time, latency_ms=100, per_item_ms=10).submit(batch("a", "b", "c"), answers.append)
     time.advance(0.129)
     assert answers == []
@@ -211,22 +211,22 @@ def test_who_leaves_frees_its_slot_or_its_place_in_the_queue() -> None:
 @pytest.mark.parametrize(
     ("fault", "answer"),
     [
-        ({"error_rate": 1}, Answer(500, b'{"error":"the model failed on this batch"}')),
+        ({"error_rate": 1}, UpstreamResponse(500, b'{"error":"the model failed on this batch"}')),
         ({"reset_rate": 1}, None),
         ({"hang_rate": 1}, None),
-        ({"short_rate": 1}, Answer(200, b'{"outputs":["a"]}')),
-        ({"poison": "bad"}, Answer(500, b'{"error":"the model failed on this batch"}')),
-        ({"refuse": "bad"}, Answer(400, b'{"error":"this batch is not valid"}')),
-        ({"refuse": "bad", "poison": "a"}, Answer(400, b'{"error":"this batch is not valid"}')),
-        ({"refuse": "good", "poison": "bad"}, Answer(500, b'{"error":"the model failed on this batch"}')),
+        ({"short_rate": 1}, UpstreamResponse(200, b'{"outputs":["a"]}')),
+        ({"poison": "bad"}, UpstreamResponse(500, b'{"error":"the model failed on this batch"}')),
+        ({"refuse": "bad"}, UpstreamResponse(400, b'{"error":"this batch is not valid"}')),
+        ({"refuse": "bad", "poison": "a"}, UpstreamResponse(400, b'{"error":"this batch is not valid"}')),
+        ({"refuse": "good", "poison": "bad"}, UpstreamResponse(500, b'{"error":"the model failed on this batch"}')),
     ],
 )
-def test_faults(fault: dict[str, Any], answer: Answer | None) -> None:
+def test_faults(fault: dict[str, Any], answer: UpstreamResponse | None) -> None:
     assert answer_to(batch("a", "so bad"), **fault) == answer
 
 
 def test_a_short_answer_to_one_input_is_empty() -> None:
-    assert answer_to(batch("a"), short_rate=1) == Answer(200, b'{"outputs":[]}')
+    assert answer_to(batch("a"), short_rate=1) == UpstreamResponse(200, b'{"outputs":[]}')
 
 
 def test_garbage_is_no_json() -> None:
@@ -240,11 +240,11 @@ def test_garbage_is_no_json() -> None:
 @pytest.mark.parametrize("option", ["poison", "refuse"])
 def test_bad_text_outside_of_the_inputs_does_no_harm(option: str) -> None:
     answer = answer_to(b'{"inputs":["a"],"parameters":{"note":"bad"}}', **{option: "bad"})
-    assert answer == Answer(200, b'{"outputs":["a"]}')
+    assert answer == UpstreamResponse(200, b'{"outputs":["a"]}')
 
 
 def test_a_refused_input_costs_the_time_of_its_batch() -> None:
-    time, answers = FakeTime(), list[Answer | None]()
+    time, answers = FakeTime(), list[UpstreamResponse | None]()
     gpu = gpu_on(time, refuse="bad", latency_ms=100)
     gpu.submit(batch("bad"), answers.append)
     time.advance(0.099)
@@ -255,7 +255,7 @@ def test_a_refused_input_costs_the_time_of_its_batch() -> None:
 
 
 def test_a_hang_holds_its_slot_until_the_client_leaves() -> None:
-    time, answers = FakeTime(), list[Answer | None]()
+    time, answers = FakeTime(), list[UpstreamResponse | None]()
     gpu = gpu_on(time, hang_rate=1)
     hanging = gpu.submit(batch("a"), answers.append)
     time.advance(HANG_S_MAX - 1)
@@ -267,7 +267,7 @@ def test_a_hang_holds_its_slot_until_the_client_leaves() -> None:
 
 def test_the_same_seed_gives_the_same_faults_at_about_the_rate() -> None:
     def statuses() -> list[int]:
-        time, answers = FakeTime(), list[Answer | None]()
+        time, answers = FakeTime(), list[UpstreamResponse | None]()
         gpu = gpu_on(time, error_rate=0.2, reset_rate=0.1, latency_ms=0)
         for _ in range(2000):
             gpu.submit(b'{"inputs":["a"]}', answers.append)
@@ -306,8 +306,8 @@ def test_the_endpoint_answers_after_its_latency() -> None:
     async def main() -> None:
         endpoint: Endpoint = SimulatedEndpoint("sim:", SimulationSettings(latency_ms=30, slots=4))
         started = clock()
-        answer = await endpoint.post(Call(batch("abc", 1)), 2.0)
-        assert answer == Answer(200, b'{"outputs":["cba",{"echo":1}]}')
+        answer = await endpoint.post(UpstreamCall(batch("abc", 1)), 2.0)
+        assert answer == UpstreamResponse(200, b'{"outputs":["cba",{"echo":1}]}')
         assert clock() - started == pytest.approx(0.03)
         assert endpoint.slots == 4
         assert await endpoint.accepts_connections()
@@ -321,7 +321,7 @@ def test_no_answer_is_a_failed_attempt_and_frees_the_slot(fault: str, text: str)
     async def main() -> None:
         endpoint = SimulatedEndpoint("sim:", parse_sim_url(f"sim:?latency_ms=1&{fault}=1"))
         with pytest.raises(AttemptFailedError, match=text):
-            await endpoint.post(Call(batch("a")), 0.02)
+            await endpoint.post(UpstreamCall(batch("a")), 0.02)
         assert endpoint.gpu.stats().in_flight == 0
 
     FakeClock().run(main())
@@ -329,7 +329,7 @@ def test_no_answer_is_a_failed_attempt_and_frees_the_slot(fault: str, text: str)
 
 async def test_a_cancelled_post_frees_its_slot_for_the_next() -> None:
     endpoint = SimulatedEndpoint("sim:", SimulationSettings(latency_ms=5_000))
-    first = asyncio.create_task(endpoint.post(Call(batch("a")), 10.0))
+    first = asyncio.create_task(endpoint.post(UpstreamCall(batch("a")), 10.0))
     await asyncio.sleep(0.01)
     assert endpoint.gpu.stats().in_flight == 1
     first.cancel()
@@ -341,10 +341,10 @@ async def test_a_cancelled_post_frees_its_slot_for_the_next() -> None:
 def test_a_post_that_times_out_in_the_queue_leaves_it() -> None:
     async def main() -> None:
         endpoint = SimulatedEndpoint("sim:", SimulationSettings(latency_ms=60))
-        first = asyncio.create_task(endpoint.post(Call(batch("ab")), 5.0))
+        first = asyncio.create_task(endpoint.post(UpstreamCall(batch("ab")), 5.0))
         await asyncio.sleep(0)
         with pytest.raises(AttemptFailedError):
-            await endpoint.post(Call(batch("b")), 0.02)
+            await endpoint.post(UpstreamCall(batch("b")), 0.02)
         assert endpoint.gpu.stats().in_flight == 1
         assert (await first).body == b'{"outputs":["ba"]}'
 

@@ -1,4 +1,4 @@
-"""One request's story (`core/story.py`): what is told of it, by whoever knows it."""
+"""One request's story (`core/timeline.py`): what is told of it, by whoever knows it."""
 
 import msgspec
 import pytest
@@ -10,10 +10,10 @@ from carpool.core.batch import Batch
 from carpool.core.errors import InputRefused, QueueTimeout, UpstreamFailed
 from carpool.core.outcome import CallFacts, Output
 from carpool.core.request import QUEUED, RUNNING, Request, facts_of_failure
-from carpool.core.story import BatchShown, RequestState, Wait, parts_of, state_of
+from carpool.core.timeline import BatchShown, RequestState, Wait, parts_of, state_of
 from carpool.testing import Witness, make_request
+from carpool.tracking.record_view import state_of_record
 from carpool.tracking.records import RequestRecord
-from carpool.tracking.told import state_of_record
 
 
 def request_at(phase: int, taken: float = 0.0, batch: Batch | None = None) -> Request:

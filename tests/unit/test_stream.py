@@ -13,7 +13,7 @@ import pytest_asyncio
 
 from carpool.core.errors import BrokerDown, CarpoolError, InputRefused, RateLimited, Unauthorized
 from carpool.core.outcome import Output
-from carpool.core.ports import Caller, Entry, Peer, RateLimit
+from carpool.core.ports import Caller, LimitVerdict, Peer, RateLimit
 from carpool.core.request import Request
 from carpool.core.timers import TURN_S
 from carpool.core.trace import Trace
@@ -209,11 +209,11 @@ async def test_limits_count_requests(stand: StreamStand) -> None:
     assert stand.broker.held == 2
 
 
-def hold_at_the_door(stand: StreamStand) -> list[Callable[[Entry], None]]:
+def hold_at_the_door(stand: StreamStand) -> list[Callable[[LimitVerdict], None]]:
     """Nobody knows whether a request is within its limit, until the test says so."""
-    waiting: list[Callable[[Entry], None]] = []
+    waiting: list[Callable[[LimitVerdict], None]] = []
 
-    def when_known(caller: Caller, known: Callable[[Entry], None], cost: int = 1) -> None:
+    def when_known(caller: Caller, known: Callable[[LimitVerdict], None], cost: int = 1) -> None:
         waiting.append(known)
 
     stand.intake.identify = lambda headers, peer: Caller("someone", 0, limit=RateLimit(60, 2))

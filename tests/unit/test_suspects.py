@@ -1,15 +1,15 @@
 """Who rides with whom after batchers have died."""
 
-from carpool.broker.redis.batcher.leases import Haul
+from carpool.broker.redis.batcher.leases import LeasedEntries
 from carpool.broker.redis.batcher.suspects import Suspects, again_of, company_of
 from carpool.broker.redis.keys import Keys
-from carpool.broker.redis.terms import ANY, NONE, WITH_COMPANY
+from carpool.broker.redis.types import ANY, NONE, WITH_COMPANY
 from carpool.testing import Witness, make_request
 
 
-def haul() -> Haul:
+def leased() -> LeasedEntries:
     """One with an entry that has no outcome yet."""
-    return Haul(Keys().shards[0], b"lane:s0", 0.0, 0.0, {b"1-1": make_request("r", Witness(), now=0.0)})
+    return LeasedEntries(Keys().shards[0], b"lane:s0", 0.0, 0.0, {b"1-1": make_request("r", Witness(), now=0.0)})
 
 
 def test_the_company_becomes_smaller_and_they_are_alone_twice() -> None:
@@ -18,7 +18,7 @@ def test_the_company_becomes_smaller_and_they_are_alone_twice() -> None:
 
 
 def test_suspects_of_a_model_wait_for_each_other_and_not_for_those_of_others() -> None:
-    suspects, here = Suspects(6), haul()
+    suspects, here = Suspects(6), leased()
     suspects.add("slow", here, 3)
     assert (suspects.welcome("slow"), suspects.welcome("fast")) == (NONE, WITH_COMPANY)
     assert suspects.have_left(here)
@@ -29,14 +29,14 @@ def test_suspects_of_a_model_wait_for_each_other_and_not_for_those_of_others() -
 
 def test_with_one_that_is_alone_no_other_suspect_is_here() -> None:
     suspects = Suspects(6)
-    suspects.add("m", haul(), 5)
+    suspects.add("m", leased(), 5)
     assert (suspects.welcome("m"), suspects.welcome("other")) == (NONE, NONE)
 
 
 def test_after_one_death_nobody_is_a_suspect() -> None:
     suspects = Suspects(6)
-    suspects.add("m", haul(), 2)
-    suspects.add("m", haul(), 7)  # that one only needs an answer
+    suspects.add("m", leased(), 2)
+    suspects.add("m", leased(), 7)  # that one only needs an answer
     assert suspects.welcome("m") == ANY
 
 

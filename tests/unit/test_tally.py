@@ -4,8 +4,15 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from carpool.core.histograms import (
+    BATCH_SIZE_BOUNDS,
+    SECONDS_BOUNDS,
+    SHARE_BOUNDS,
+    Histogram,
+    RequestSeconds,
+    split_seconds,
+)
 from carpool.core.outcome import CallFacts
-from carpool.core.tally import BATCH_SIZE_BOUNDS, SECONDS_BOUNDS, SHARE_BOUNDS, Histogram, RequestSeconds, split_seconds
 
 
 def test_bounds_are_inclusive_and_counts_cumulative() -> None:

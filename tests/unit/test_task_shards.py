@@ -2,7 +2,7 @@
 
 import pytest
 
-from carpool.composition.meeting import task_shards
+from carpool.composition.redis_context import task_shards
 from carpool.settings.schema import BrokerSettings, GatewaySettings, ModelSettings, Settings, TaskSettings
 
 MIB = 2**20

@@ -126,13 +126,13 @@ def test_once_per_turn_is_once_per_turn(clock: FakeClock) -> None:
     order: list[str] = []
 
     async def main() -> None:
-        bell = OncePerTurn(lambda: order.append("work"))
+        wakeup = OncePerTurn(lambda: order.append("work"))
         for _ in range(3):
-            bell.ring()
-        order.append(f"due: {bell.is_due}")
+            wakeup.notify()
+        order.append(f"due: {wakeup.is_due}")
         await asyncio.sleep(0)
-        order.append(f"due: {bell.is_due}")
-        bell.ring()
+        order.append(f"due: {wakeup.is_due}")
+        wakeup.notify()
         await asyncio.sleep(0.1)
 
     clock.run(main())
@@ -146,10 +146,10 @@ def test_what_the_work_itself_asks_for_comes_in_the_next_turn(clock: FakeClock) 
         def work() -> None:
             rounds.append(len(rounds))
             if len(rounds) < 3:
-                bell.ring()
+                wakeup.notify()
 
-        bell = OncePerTurn(work)
-        bell.ring()
+        wakeup = OncePerTurn(work)
+        wakeup.notify()
         await asyncio.sleep(0.1)
 
     clock.run(main())

@@ -10,9 +10,9 @@ import pytest
 from carpool.core.batch import Batch
 from carpool.core.errors import ClientLeft, Malformed, UpstreamFailed
 from carpool.core.events import Events
+from carpool.core.histograms import RequestSeconds
 from carpool.core.outcome import CallFacts, Output
 from carpool.core.request import Request
-from carpool.core.tally import RequestSeconds
 from carpool.core.trace import Trace, traceparent_of
 from carpool.telemetry import tracer as tracer_module
 from carpool.telemetry.otlp import Envelope

@@ -11,7 +11,7 @@ import pytest
 from carpool.core.errors import CarpoolError, InputRefused, UpstreamFailed, UpstreamRefused
 from carpool.core.outcome import Output
 from carpool.core.request import Request
-from carpool.testing import Answer, FakeUpstream, echo
+from carpool.testing import FakeUpstream, UpstreamResponse, echo
 from carpool.upstream.first_contact import (
     KINDS_MAX,
     NAMES_MAX,
@@ -38,7 +38,8 @@ class Letters:
 def never_works(status: int, *names: str) -> tuple[Stand, Letters]:
     letters = Letters()
     upstreams = [
-        FakeUpstream(name).then(Answer(status, b'{"error":"words"}'), delay_s=SERVICE_S, times=9999) for name in names
+        FakeUpstream(name).then(UpstreamResponse(status, b'{"error":"words"}'), delay_s=SERVICE_S, times=9999)
+        for name in names
     ]
     return Stand(*upstreams, dead_letters=letters), letters
 
@@ -54,7 +55,7 @@ def test_nobody_is_an_offender_and_nothing_a_letter_before_the_first_answer(stat
         await asyncio.sleep(10.0)
         told += [stand.witness.outcome(request) for request in requests]
         assert not any(isinstance(outcome, Output) for outcome in told)
-        assert not stand.offenders and not letters.buried and not stand.dispatcher.poisoned
+        assert not stand.quarantined and not letters.buried and not stand.dispatcher.poisoned
         assert stand.pool.has_never_worked() and stand.broker.held == 0
         asked = [member for member in stand.pool.members if member.trouble is not None]
         assert asked and all(f"it answered {status}" in member.trouble.text for member in asked if member.trouble)
@@ -66,7 +67,7 @@ def test_nobody_is_an_offender_and_nothing_a_letter_before_the_first_answer(stat
 
 @pytest.mark.parametrize("status", STATUSES)
 def test_a_task_waits_until_the_endpoint_works(status: int) -> None:
-    upstream = FakeUpstream().then(Answer(status, b""), delay_s=SERVICE_S, times=7)
+    upstream = FakeUpstream().then(UpstreamResponse(status, b""), delay_s=SERVICE_S, times=7)
     stand = Stand(upstream)
 
     async def main() -> None:
@@ -83,7 +84,7 @@ def test_a_task_waits_until_the_endpoint_works(status: int) -> None:
 @pytest.mark.parametrize("slots", [1, 4, 8])
 @pytest.mark.parametrize("refused", [5, 12, 17, 23, 40])
 def test_what_was_refused_before_the_first_answer_is_not_judged_after_it(status: int, slots: int, refused: int) -> None:
-    upstream = FakeUpstream(slots=slots).then(Answer(status, b""), delay_s=SERVICE_S, times=refused)
+    upstream = FakeUpstream(slots=slots).then(UpstreamResponse(status, b""), delay_s=SERVICE_S, times=refused)
     upstream.then(echo, delay_s=SERVICE_S, times=9999)
     letters = Letters()
     stand = Stand(upstream, dead_letters=letters)
@@ -93,7 +94,7 @@ def test_what_was_refused_before_the_first_answer_is_not_judged_after_it(status:
         await asyncio.sleep(90.0)
         outcomes = [stand.witness.outcome(task) for task in tasks]
         assert [outcome for outcome in outcomes if not isinstance(outcome, Output)] == []
-        assert not stand.dispatcher.poisoned and not letters.buried and not stand.offenders
+        assert not stand.dispatcher.poisoned and not letters.buried and not stand.quarantined
 
     stand.run(main)
 
@@ -157,7 +158,7 @@ def test_after_the_first_answer_a_bad_input_is_at_fault_as_ever() -> None:
         assert {type(outcome) for outcome in told} == {InputRefused}
         assert "so far" not in told[0].detail
         assert letters.buried == ["input-refused"] * 4
-        assert ("m", "X") in stand.offenders
+        assert ("m", "X") in stand.quarantined
 
     stand.run(main)
 
@@ -258,7 +259,7 @@ def test_one_bad_client_of_ten_from_the_first_request_on_is_found_within_a_secon
                 owner = choose.randrange(10)
                 stand.send(b"bad" if owner == 5 else b"good", f"owner {owner}")
             await asyncio.sleep(0.05)
-        found = stand.offenders.of_model("m")
+        found = stand.quarantined.of_model("m")
         await asyncio.sleep(8.0)
         assert found == ["owner 5"]
 

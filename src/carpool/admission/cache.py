@@ -37,7 +37,7 @@ LEFT_OVER_MAX = 1 / 8
 BEGINNING_BYTES_MAX = 1024
 
 
-class Page:
+class CachePage:
     """Some results that came one after the other."""
 
     __slots__ = ("bytes", "data", "end", "numbers", "order")
@@ -53,10 +53,10 @@ class Page:
         self.bytes = 0
 
 
-class Kept(msgspec.Struct, frozen=True, gc=False):
+class KeptAt(msgspec.Struct, frozen=True, gc=False):
     """Where a result is."""
 
-    page: Page
+    page: CachePage
     # Where the input (or the digest) begins, and the output after it, and where that ends.
     start: int
     middle: int
@@ -77,9 +77,9 @@ class ResultCache:
         self._page_bytes = min(PAGE_BYTES, bytes_max // PAGES_MIN)
         self._ttl_s = ttl_s
         # By the hash of the key (core.ports.Results). Of two keys with the same hash the later one is kept.
-        self.numbers: dict[int, Kept] = {}
+        self.numbers: dict[int, KeptAt] = {}
         # In the order in which they were begun; the last one is written to.
-        self._pages: deque[Page] = deque([Page(0, BytesIO())])
+        self._pages: deque[CachePage] = deque([CachePage(0, BytesIO())])
         # The memory of a page that was dropped.
         self._spare: BytesIO | None = None
         # The facts of results that no call brought: the same object for many.
@@ -138,24 +138,24 @@ class ResultCache:
         end = page.end = middle + data.write(value)
         number = hash(key)
         until = now + self._ttl_s - age_s
-        self.numbers[number] = Kept(
+        self.numbers[number] = KeptAt(
             page, start, middle, end, rest, output.tokens_used, output.call.model_version, until
         )
         page.numbers.append(number)
         page.bytes += size
         self.bytes += size
 
-    def _begin_page(self) -> Page:
+    def _begin_page(self) -> CachePage:
         last = self._pages[-1]
         if last.data.seek(0, SEEK_END) - last.end > self._page_bytes * LEFT_OVER_MAX:
             with last.data.getbuffer() as whole:
                 last.data = BytesIO(whole[: last.end])
         data, self._spare = self._spare or BytesIO(), None
-        page = Page(last.order + 1, data)
+        page = CachePage(last.order + 1, data)
         self._pages.append(page)
         return page
 
-    def _drop(self, page: Page) -> None:
+    def _drop(self, page: CachePage) -> None:
         """Forget what is in a page and nowhere else."""
         kept = self.numbers
         for number in page.numbers:

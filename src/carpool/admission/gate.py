@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from carpool.admission.credentials import Credentials
 from carpool.admission.limits import LocalLimits, Permits
 from carpool.admission.owners import Owners
-from carpool.admission.shedding import Door
+from carpool.admission.shedding import LoadShedder
 from carpool.core.clock import Clock, monotonic
 from carpool.core.errors import CarpoolError, Draining, UpstreamDown
 from carpool.core.ports import (
@@ -25,7 +25,7 @@ from carpool.core.ports import (
 from carpool.core.request import Request
 
 # Nobody is shed.
-NO_DOORS: Mapping[str, Door] = {}
+NO_SHEDDERS: Mapping[str, LoadShedder] = {}
 
 
 class Gate:
@@ -38,7 +38,7 @@ class Gate:
         upstreams: Mapping[str, Availability],
         lowest_tier: int,
         trusted_proxies: Iterable[str] = (),
-        doors: Mapping[str, Door] = NO_DOORS,
+        shedders: Mapping[str, LoadShedder] = NO_SHEDDERS,
         decides_early: bool = False,
         clock: Clock = monotonic,
         credentials: Credentials | None = None,
@@ -54,9 +54,9 @@ class Gate:
         # By model.
         self._upstreams = upstreams
         # By model as well; none where nobody is shed.
-        self._doors = doors
+        self._shedders = shedders
         self.early: EarlyRefusals | None = (
-            OnlyDoor(next(iter(doors.values())), clock) if len(doors) == 1 and decides_early else None
+            EarlyShedder(next(iter(shedders.values())), clock) if len(shedders) == 1 and decides_early else None
         )
         self._lowest_tier = lowest_tier
         self._owners = Owners(trusted_proxies)
@@ -101,18 +101,18 @@ class Gate:
         is_any_shut = upstream.is_down or upstream.is_shut_to_some
         if is_any_shut and not request.is_judged and is_closed_to(request, upstream):
             return upstream_down(upstream)
-        door = self._doors.get(request.model)
-        if door is None or request.is_judged:
+        shedder = self._shedders.get(request.model)
+        if shedder is None or request.is_judged:
             return self._broker.submit(request)
         now, refusal = request.arrived, None
         if request.own_timeout_s:
-            seconds = request.deadline - now - door.call_s
-            refusal = door.refusal_by_deadline(request.tier, request.owner, now, seconds)
-        if (refusal := refusal or door.refusal(request.tier, request.owner, now, request)) is not None:
+            seconds = request.deadline - now - shedder.call_s
+            refusal = shedder.refusal_by_deadline(request.tier, request.owner, now, seconds)
+        if (refusal := refusal or shedder.refusal(request.tier, request.owner, now, request)) is not None:
             return refusal
-        if door.is_late:
+        if shedder.is_late:
             request.is_late = True
-            request.place += door.queue_s
+            request.place += shedder.queue_s
         return self._broker.submit(request)
 
     def judge_all(self, requests: Sequence[Request]) -> CarpoolError | None:
@@ -124,15 +124,15 @@ class Gate:
             return upstream_down(upstream)
         if (refusal := self._broker.refusal_of_all(requests)) is not None:
             return refusal
-        if (door := self._doors.get(first.model)) is not None:
-            seconds = min(first.queue_timeout_s, first.deadline - first.arrived - door.call_s)
-            refusal = door.refusal_of_all(first.tier, first.owner, first.arrived, len(requests), seconds, first)
+        if (shedder := self._shedders.get(first.model)) is not None:
+            seconds = min(first.queue_timeout_s, first.deadline - first.arrived - shedder.call_s)
+            refusal = shedder.refusal_of_all(first.tier, first.owner, first.arrived, len(requests), seconds, first)
             if refusal is not None:
                 return refusal
-            if door.is_late:
+            if shedder.is_late:
                 for request in requests:
                     request.is_late = True
-                    request.place += door.queue_s
+                    request.place += shedder.queue_s
         for request in requests:
             request.is_judged = True
         return None
@@ -140,28 +140,28 @@ class Gate:
     def admit_task(self, request: Request, accepted: Callable[[CarpoolError | None], None]) -> None:
         """Let a task in: `accepted(None)` once it is safe, or `accepted(error)`."""
         refusal: CarpoolError | None = leaving() if self.closed else None
-        door = self._doors.get(request.model)
-        if refusal is None and door is not None and request.own_timeout_s and request.result is None:
+        shedder = self._shedders.get(request.model)
+        if refusal is None and shedder is not None and request.own_timeout_s and request.result is None:
             # With a result it would wait for nothing.
-            seconds = request.deadline - request.arrived - door.call_s
-            refusal = door.refusal_by_deadline(request.tier, request.owner, request.arrived, seconds)
+            seconds = request.deadline - request.arrived - shedder.call_s
+            refusal = shedder.refusal_by_deadline(request.tier, request.owner, request.arrived, seconds)
         if refusal is not None:
             accepted(refusal)
         else:
             self._tasks.submit(request, accepted)
 
 
-class OnlyDoor:
+class EarlyShedder:
     """Refuses early: where there is one model, and no result that was kept, the body need not be read for that."""
 
-    def __init__(self, door: Door, clock: Clock) -> None:
-        self._door = door
+    def __init__(self, shedder: LoadShedder, clock: Clock) -> None:
+        self._shedder = shedder
         self._clock = clock
-        self.rooms: Sequence[float] = door.rooms
+        self.headroom: Sequence[float] = shedder.headroom
 
     def refusal(self, caller: Caller) -> CarpoolError | None:
         """Why a request of this caller is refused, whatever is in its body; None if it is not, as far as is known."""
-        return self._door.refusal_if_full(caller.tier, caller.owner, self._clock())
+        return self._shedder.refusal_if_full(caller.tier, caller.owner, self._clock())
 
 
 def is_closed_to(request: Request, upstream: Availability) -> bool:

@@ -20,7 +20,7 @@ from functools import lru_cache
 from math import ceil
 
 from carpool.core.errors import CarpoolError, RateLimited
-from carpool.core.ports import Caller, Entry, RateLimit
+from carpool.core.ports import Caller, LimitVerdict, RateLimit
 from carpool.core.request import Request
 
 WINDOW_S = 60.0
@@ -122,7 +122,7 @@ class LocalLimits:
         self._sharers = sharers
         self._buckets = Buckets()
 
-    def enter(self, caller: Caller) -> Entry:
+    def enter(self, caller: Caller) -> LimitVerdict:
         """One more request of a caller with a limit. It is always known at once."""
         limit = caller.limit
         if limit is None or not limit.per_minute:
@@ -136,7 +136,7 @@ class LocalLimits:
         left = capacity - int(ahead / interval_s + 0.999)
         return _lines(limit.per_minute, left if left > 0 else 0, ceil(ahead))  # `limit_lines`, a call less
 
-    def enter_many(self, caller: Caller, cost: int) -> Entry:
+    def enter_many(self, caller: Caller, cost: int) -> LimitVerdict:
         """A call that counts as so many, all of them or none."""
         limit = caller.limit
         if limit is None or not limit.per_minute:
@@ -152,7 +152,7 @@ class LocalLimits:
         sharers = 1 if self._sharers is None else max(1, self._sharers())
         return WINDOW_S / limit.per_minute * sharers, max(1, limit.burst // sharers)
 
-    def when_known(self, caller: Caller, known: Callable[[Entry], None], cost: int = 1) -> None:
+    def when_known(self, caller: Caller, known: Callable[[LimitVerdict], None], cost: int = 1) -> None:
         """Nobody has to wait here."""
         raise AssertionError("enter always knows")
 

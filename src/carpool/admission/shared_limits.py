@@ -9,7 +9,7 @@ from collections.abc import Callable
 from carpool.admission.leases import Lease
 from carpool.admission.limits import LocalLimits
 from carpool.core.clock import Clock, monotonic
-from carpool.core.ports import Caller, Entry, RateBudget, RateLimit, RateTold
+from carpool.core.ports import Caller, LimitVerdict, RateBudget, RateLimit, RateTold
 from carpool.core.timers import Every, OncePerTurn
 
 # How often leases are looked at that are about to end.
@@ -18,7 +18,7 @@ TIDY_FROM = 1024
 # With more than so many, less is remembered of each.
 OWNERS_MAX = 100_000
 
-Known = Callable[[Entry], None]
+Known = Callable[[LimitVerdict], None]
 # Who waits, for what, and as how many it counts.
 Waiting = tuple[Caller, Known, int]
 
@@ -87,7 +87,7 @@ class SharedLimits:
         if asks:
             self._budget.ask(asks, self._told)
 
-    def enter(self, caller: Caller) -> Entry | None:
+    def enter(self, caller: Caller) -> LimitVerdict | None:
         """One more request of a caller with a limit; None if the budget has to be asked."""
         limit = caller.limit
         if limit is None or not limit.per_minute:
@@ -107,7 +107,7 @@ class SharedLimits:
         # More than these do not come in, whatever the answer is: so what waits is bounded.
         return None if len(account.waiting) < lease.capacity else lease.refusal(now)
 
-    def enter_many(self, caller: Caller, cost: int) -> Entry | None:
+    def enter_many(self, caller: Caller, cost: int) -> LimitVerdict | None:
         """The same for a call that counts as so many: all of it comes in, or nothing."""
         limit = caller.limit
         if limit is None or not limit.per_minute:
@@ -131,7 +131,7 @@ class SharedLimits:
         account.waiting.append((caller, known, cost))
         if account.asking is None:
             self._due[owner] = None
-            self._flush.ring()
+            self._flush.notify()
 
     def _open(self, owner: str, limit: RateLimit, now: float) -> Account:
         accounts = self._accounts
@@ -163,7 +163,7 @@ class SharedLimits:
             if self._accounts[owner].asking is None:
                 self._due[owner] = None
         if self._due:
-            self._flush.ring()
+            self._flush.notify()
 
     def _ask(self) -> None:
         now, asks = self._clock(), []

@@ -1,4 +1,4 @@
-"""The door of one model: who would wait too long is refused at once. Pure: `now` is an argument.
+"""The load shedder of one model: who would wait too long is refused at once. Pure: `now` is an argument.
 
 1. How long a request of a tier would wait for a slot: the work ahead of it in its order, and what overtakes it
    meanwhile, divided by the capacity (healthy slots x batch / seconds a batch takes). Whoever would wait longer than
@@ -9,18 +9,18 @@
 3. Where a tier has no room, an owner is asked for its own wait: inside a tier owners are served in turn, so one that
    has little waiting stands behind as much of each other owner, and not behind all that the busiest of them has.
 4. Bursts are served, standing queues are cut. The queue of a tier and those above it stands while more of them wait
-   than a batch takes, and for a second after the last refusal: one that is short because the door cuts it still stands.
-   In its first second a request for which there is no room may come in late: it may wait for as long as its time in the
-   queue, less one call. Over the next second that falls in a line to its tier's `wait_max`. All of its tier and of
-   higher ones who come in time go before it, so it takes nothing from them; lower tiers count it as ahead of them.
-   While it waits its owner comes in late, too, behind its own, or not at all; others of its tier come in time by their
-   share of the owners. It is let in where there is time for it, behind all that wait and all that are expected to go
-   before it; each of many gateways has an equal part, or one by what comes to it if that is more. Until a call has
+   than a batch takes, and for a second after the last refusal: one that is short because the shedder cuts it still
+   stands. In its first second a request for which there is no room may come in late: it may wait for as long as its
+   time in the queue, less one call. Over the next second that falls in a line to its tier's `wait_max`. All of its tier
+   and of higher ones who come in time go before it, so it takes nothing from them; lower tiers count it as ahead of
+   them. While it waits its owner comes in late, too, behind its own, or not at all; others of its tier come in time by
+   their share of the owners. It is let in where there is time for it, behind all that wait and all that are expected to
+   go before it; each of many gateways has an equal part, or one by what comes to it if that is more. Until a call has
    ended, one is taken to need twice what the oldest has needed so far; while none runs nothing is known, and nobody is
    refused.
 5. An estimate may be wrong. If even the shortest wait that was seen in a while is longer than the tier may wait, the
    capacity is trusted less, until it is not (as CoDel does it).
-6. The lowest tier always has room for a trickle: it must not starve while others use everything.
+6. The lowest tier always has headroom for its minimum share: it must not starve while others use everything.
 7. `thresholds` is the simple way: by how many wait, and by the rate that comes in.
 8. Over Redis a gateway does not see who of its requests still waits and who is being served. As many as the slots can
    have at once are; of each tier in proportion to what was served of it lately, and of each owner as many.
@@ -39,9 +39,9 @@ from math import ceil, inf, sqrt
 import msgspec
 
 from carpool.core.errors import Shed
-from carpool.core.ports import LaneCounts, Standing
+from carpool.core.histograms import SECONDS_BOUNDS, off_by
+from carpool.core.ports import LaneCounts, QueueStats
 from carpool.core.request import Request
-from carpool.core.tally import SECONDS_BOUNDS, off_by
 
 # Rule 2: so old a count may be; and while there is much room.
 RECOUNT_S, RECOUNT_QUIET_S = 0.005, 0.05
@@ -70,7 +70,7 @@ PREDICTIONS_KEPT = 64
 
 
 class TierRule(msgspec.Struct, frozen=True):
-    """What the door must know of a tier."""
+    """What the shedder must know of a tier."""
 
     # What is added to an arrival for its place in the order.
     target_s: float
@@ -86,16 +86,16 @@ class Thresholds(msgspec.Struct, frozen=True):
     rate_share: float = 0.7
 
 
-class Door:
+class LoadShedder:
     """Says who comes in. What waits is read from `standings`, one for each tier."""
 
     def __init__(
         self,
         tiers: Sequence[TierRule],
-        standings: Sequence[Standing],
+        stats_by_tier: Sequence[QueueStats],
         *,
         is_strict: bool = False,
-        trickle: float = 0.05,
+        min_share: float = 0.05,
         thresholds: Thresholds | None = None,
         queue_s: float = 0.0,
     ) -> None:
@@ -105,12 +105,12 @@ class Door:
         self._tiers = tiers
         self._lowest = count - 1
         self._is_strict = is_strict
-        self._standings = standings
+        self._stats_by_tier = stats_by_tier
         # Rule 10: how many wait, by lane; None where that is not known. By tier: how many lanes of it and above wait.
         self._lanes: LaneCounts | None = None
         self._lane_counts = [0] * count
         self._lanes_counted_at = -inf
-        self._trickle = trickle
+        self._min_share = min_share
         self._thresholds = thresholds
         # For how long after a request's arrival one of a higher tier, by number, that comes later still overtakes it.
         self._overtaking_s = [
@@ -132,7 +132,7 @@ class Door:
         self.call_s = self._burst_rps = 0.0
         self._stands_since = [inf] * count
         self._refused_at = [-inf] * count
-        self._late_rooms = [0.0] * count
+        self._late_headroom = [0.0] * count
         # While some of a tier, or of higher ones, are late: how many may come in time, and go before them.
         self._goes_before_late = [False] * count
         self._newcomers = [0.0] * count
@@ -155,7 +155,7 @@ class Door:
         self.rates = [0.0] * count
         self.trust = [1.0] * count
         # Rule 2: for how many more of each tier there is room. It stays the same list.
-        self.rooms = [inf] * count
+        self.headroom = [inf] * count
         # Rule 3: how much of the own tier may be ahead of a request.
         self._allowed = [inf] * count
         # What those are told who are refused before the next count: the same for all of a tier.
@@ -178,23 +178,23 @@ class Door:
         self._predictions: deque[tuple[float, list[float]]] = deque(maxlen=PREDICTIONS_KEPT)
 
     def __repr__(self) -> str:
-        return f"<Door capacity={self.capacity} rooms={self.rooms} trust={self.trust}>"
+        return f"<LoadShedder capacity={self.capacity} headroom={self.headroom} trust={self.trust}>"
 
     def refusal(self, tier: int, owner: str, now: float, request: Request | None = None) -> Shed | None:
         """Let a request in, or say why not. Late, if `is_late` says so then."""
-        rooms = self.rooms
+        headroom = self.headroom
         self.is_late = False
         has_lane = request is not None and (request.parameters or request.lane)
-        if now >= self._recount_at or rooms[tier] <= 0 or has_lane:
+        if now >= self._recount_at or headroom[tier] <= 0 or has_lane:
             refusal = self.refusal_if_full(tier, owner, now, request=request)
             if refusal is not None:
                 return refusal
             self._newcomers[tier] -= not self.is_late
         self._admitted[tier] += 1
-        rooms[tier] -= 1
+        headroom[tier] -= 1
         if tier < self._lowest:
-            for behind in range(tier + 1, len(rooms)):
-                rooms[behind] -= 1
+            for behind in range(tier + 1, len(headroom)):
+                headroom[behind] -= 1
         return None
 
     def refusal_of_all(
@@ -204,14 +204,14 @@ class Door:
         self.is_late = False
         refusal = self.refusal_if_full(tier, owner, now, count, request)
         refusal = refusal or self.refusal_by_deadline(tier, owner, now, seconds, count)
-        is_short = self._thresholds is not None and self._is_known and self.rooms[tier] < count
+        is_short = self._thresholds is not None and self._is_known and self.headroom[tier] < count
         if refusal is None and is_short and any(map(self._waiting, range(len(self._tiers)))):
             refusal = self._refuse(tier, count, self._too_long(tier))
         if refusal is None:
             self._admitted[tier] += count
             self._newcomers[tier] -= 0 if self.is_late else count
-            for behind in range(tier, len(self.rooms)):
-                self.rooms[behind] -= count
+            for behind in range(tier, len(self.headroom)):
+                self.headroom[behind] -= count
         return refusal
 
     def refusal_if_full(
@@ -228,12 +228,12 @@ class Door:
             may_come = self._may_open_lane(self._lanes, tier, owner)
             if may_come and not self._goes_before_late[tier] and self._waiting(tier) < self._allowed[tier]:
                 return None
-        elif self.rooms[tier] > 0:
+        elif self.headroom[tier] > 0:
             return None
         if may_come:
             if self._comes_in_time(tier, owner, count):
                 return None
-            if self.rooms[tier] + self._late_rooms[tier] > 0:
+            if self.headroom[tier] + self._late_headroom[tier] > 0:
                 self.is_late = True
                 return None
         self._refused_at[tier:] = [now] * (len(self._tiers) - tier)
@@ -258,13 +258,13 @@ class Door:
         return not lanes.opened_by(owner) or calls * self._batch[tier] <= self.capacity[tier] * may_wait_s
 
     def _recount_if_due(self, tier: int, now: float) -> None:
-        if now >= self._recount_at or (self.rooms[tier] <= 0 and now >= self._counted_at + RECOUNT_S):
+        if now >= self._recount_at or (self.headroom[tier] <= 0 and now >= self._counted_at + RECOUNT_S):
             self._recount(now)
 
     def _comes_in_time(self, tier: int, owner: str, count: int) -> bool:
         """Whether a request need not come in late, where its tier has no room for all."""
-        allowed, standing = self._allowed[tier], self._standings[tier]
-        if standing.late_of(owner):
+        allowed, queue_stats = self._allowed[tier], self._stats_by_tier[tier]
+        if queue_stats.late_of(owner):
             return False  # behind its own
         # Of a call of many the first is asked for; but all of them where they would go before some who came in late.
         if not self._goes_before_late[tier]:
@@ -272,7 +272,7 @@ class Door:
         elif self._newcomers[tier] < count:
             return False
         # Everybody has its turn behind one of each owner who waits: where those are too many, nobody need be asked.
-        return standing.owners + 1 < allowed and self._turns(tier, owner, count) < allowed
+        return queue_stats.owners + 1 < allowed and self._turns(tier, owner, count) < allowed
 
     def refusal_by_deadline(self, tier: int, owner: str, now: float, seconds: float, count: int = 1) -> Shed | None:
         """Why a request that must have its slot within so many seconds is not let in; it would not be served by then.
@@ -283,7 +283,7 @@ class Door:
         if self._thresholds is not None or not self._is_known:
             return None
         seconds = max(seconds, 0.0)
-        if self.rooms[tier] > 0 or self._comes_in_time(tier, owner, count):
+        if self.headroom[tier] > 0 or self._comes_in_time(tier, owner, count):
             waiting, overtakers = self._waiting(tier), self._overtakers(tier, seconds)
             ahead = self._ahead(tier) - waiting + min(waiting + count - 1, self._turns(tier, owner, count))
         else:
@@ -338,7 +338,7 @@ class Door:
         self,
         capacity: Sequence[float],
         batch: Sequence[float],
-        standings: Sequence[Standing],
+        stats_by_tier: Sequence[QueueStats],
         *,
         call_s: float = 0.0,
         burst_rps: float = 0.0,
@@ -352,7 +352,7 @@ class Door:
         With `batch_s`, the standings count those too that are being served, for so long each.
         """
         self.capacity, self._batch = list(capacity), list(batch)
-        self._standings, self._lanes = standings, lanes
+        self._stats_by_tier, self._lanes = stats_by_tier, lanes
         self._batch_s = batch_s
         self.call_s, self._burst_rps = call_s, burst_rps
         self._elsewhere = list(elsewhere) or [0.0] * len(self._tiers)
@@ -361,7 +361,7 @@ class Door:
     def suppose(
         self,
         first_call: Callable[[], tuple[float, float]],
-        standings: Sequence[Standing],
+        stats_by_tier: Sequence[QueueStats],
         *,
         counts_running: bool = False,
     ) -> None:
@@ -369,7 +369,7 @@ class Door:
 
         With `counts_running`, the standings count those too that are being served.
         """
-        self._standings = standings
+        self._stats_by_tier = stats_by_tier
         self._is_known = self._is_known and self._first_call is not None
         self._first_call, self._counts_running = first_call, counts_running
 
@@ -385,7 +385,7 @@ class Door:
     def tick(self, seconds: float, now: float) -> None:
         """Work out the rates of the last `seconds`, and how far the estimate is to be trusted."""
         for tier, admitted in enumerate(self._admitted):
-            stands = self._standings[tier].waiting
+            stands = self._stats_by_tier[tier].waiting
             came, served = admitted + self._refused[tier], max(0, admitted - (stands - self._stood[tier]))
             self.rates[tier] += RATE_WEIGHT * (came / seconds - self.rates[tier])
             self._admitted_rates[tier] += RATE_WEIGHT * (admitted / seconds - self._admitted_rates[tier])
@@ -435,13 +435,13 @@ class Door:
         self._refusals = [None] * len(self._tiers)
         self._running = self._count_running() if self._batch_s else [0.0] * len(self._tiers)
         if self._thresholds is not None:
-            self.rooms[:] = self._rooms_by_threshold(self._thresholds)
+            self.headroom[:] = self._headroom_by_threshold(self._thresholds)
             return
         self._look_at_queue(now)
         self._count_newcomers(seconds)
         # Of what runs, as of what may be let in late, each of many gateways has an equal part.
         running = min(sum(self._running), self._burst_rps * self._batch_s)
-        waiting_late = sum(standing.waiting for standing in self._standings) - running
+        waiting_late = sum(queue_stats.waiting for queue_stats in self._stats_by_tier) - running
         is_quiet = True
         if self._lanes is None:  # a gateway that has Redis again does not know what waits there
             self._lane_counts = [0] * len(self._tiers)
@@ -453,18 +453,18 @@ class Door:
             waiting = self._waiting(tier)
             allowed = served - self._overtaking(tier) - (self._ahead(tier) - waiting)
             if tier == self._lowest:
-                allowed = max(allowed, served * self._trickle)
+                allowed = max(allowed, served * self._min_share)
             room = allowed - waiting
             self._allowed[tier] = allowed
             # While some are late, or lanes wait, each who comes is looked at.
-            self.rooms[tier] = min(room, 0.0) if self._goes_before_late[tier] or self._lane_counts[-1] > 1 else room
+            self.headroom[tier] = min(room, 0.0) if self._goes_before_late[tier] or self._lane_counts[-1] > 1 else room
             limit_s, late = self._limit_s(tier, now), -inf
             if limit_s > rule.wait_max_s:
                 most, first = self._burst_rps * self.trust[tier] * limit_s, self._overtaking_late(tier, limit_s)
                 if first < self._batch[tier] / 8:  # hardly any: the last batch may be full, which takes no longer
                     most = ceil(most / self._batch[tier]) * self._batch[tier]
                 late = most - first - waiting_late
-            self._late_rooms[tier] = late - self.rooms[tier]
+            self._late_headroom[tier] = late - self.headroom[tier]
             is_quiet = is_quiet and allowed > 2 * waiting
         if is_quiet:
             self._recount_at = now + RECOUNT_QUIET_S
@@ -472,8 +472,8 @@ class Door:
     def _look_at_queue(self, now: float) -> None:
         """Whether the queue stands (rule 4). A flood of lower tiers says nothing: it is cut by itself."""
         waiting = 0.0
-        for tier, standing in enumerate(self._standings):
-            waiting += max(0.0, standing.waiting - self._running[tier])
+        for tier, queue_stats in enumerate(self._stats_by_tier):
+            waiting += max(0.0, queue_stats.waiting - self._running[tier])
             if waiting > self._batch[tier]:
                 self._stands_since[tier] = min(self._stands_since[tier], now)
             elif now > self._refused_at[tier] + BURST_S:
@@ -486,33 +486,33 @@ class Door:
         brought before if that is more. Of lower tiers what is left if those who are late have their slots in a second.
         """
         late_above = 0
-        for tier, (rule, standing) in enumerate(zip(self._tiers, self._standings, strict=True)):
+        for tier, (rule, queue_stats) in enumerate(zip(self._tiers, self._stats_by_tier, strict=True)):
             capacity = self.capacity[tier] * self.trust[tier]
             rate = capacity - sum(map(self._rate_now, range(tier))) - late_above / BURST_S
-            if standing.late:
-                rate *= 1.0 - standing.late_owners / (standing.owners + 1)
-            least = self._calm_rates[tier] if not late_above else capacity * self._trickle * (tier == self._lowest)
+            if queue_stats.late:
+                rate *= 1.0 - queue_stats.late_owners / (queue_stats.owners + 1)
+            least = self._calm_rates[tier] if not late_above else capacity * self._min_share * (tier == self._lowest)
             rate = max(rate, least)
             most = max(rate * rule.wait_max_s, self._batch[tier])
-            late_above += standing.late
+            late_above += queue_stats.late
             self._goes_before_late[tier] = late_above > 0
             came = min(max(self._newcomers[tier], 0.0) + rate * seconds, most)
             self._newcomers[tier] = came if late_above else 0.0
 
-    def _rooms_by_threshold(self, thresholds: Thresholds) -> list[float]:
+    def _headroom_by_threshold(self, thresholds: Thresholds) -> list[float]:
         capacity = self.capacity[-1]
         depth = sum(map(self._waiting, range(len(self._tiers))))
         highest_only = thresholds.depth_highest_only or DEPTH_HIGHEST_ONLY_S * capacity
         not_lowest = thresholds.depth_not_lowest or DEPTH_NOT_LOWEST_S * capacity
-        rooms = [inf] + [highest_only - depth] * (len(self._tiers) - 1)
-        if len(rooms) > 1:
+        headroom = [inf] + [highest_only - depth] * (len(self._tiers) - 1)
+        if len(headroom) > 1:
             is_too_fast = sum(self._admitted_rates) > thresholds.rate_share * capacity
-            rooms[-1] = 0.0 if is_too_fast else min(rooms[-1], not_lowest - depth)
-        return rooms
+            headroom[-1] = 0.0 if is_too_fast else min(headroom[-1], not_lowest - depth)
+        return headroom
 
     def _count_running(self) -> list[float]:
         """Rule 8. What is free for a tier, and not for those below it, runs requests of that tier and above."""
-        stand = [float(standing.waiting) for standing in self._standings]
+        stand = [float(queue_stats.waiting) for queue_stats in self._stats_by_tier]
         most = [capacity * self._batch_s for capacity in self.capacity]
         if sum(stand) <= most[-1]:
             return stand
@@ -530,15 +530,15 @@ class Door:
 
     def _all_waiting(self) -> float:
         """Of all tiers, late or not."""
-        return max(0.0, sum(standing.waiting for standing in self._standings) - sum(self._running))
+        return max(0.0, sum(queue_stats.waiting for queue_stats in self._stats_by_tier) - sum(self._running))
 
     def _waiting(self, tier: int, *, late: bool = False) -> float:
         """Those that did not come in late, or those that did: these stand behind them."""
-        standing = self._standings[tier]
-        stands = standing.late if late else standing.waiting - standing.late
+        queue_stats = self._stats_by_tier[tier]
+        stands = queue_stats.late if late else queue_stats.waiting - queue_stats.late
         if not self._batch_s:
             return stands
-        return max(0.0, stands - self._running[tier] * stands / max(standing.waiting, 1))
+        return max(0.0, stands - self._running[tier] * stands / max(queue_stats.waiting, 1))
 
     def _ahead(self, tier: int) -> float:
         """What is served before a request of this tier that comes now: of lower tiers what has waited long enough."""
@@ -553,9 +553,9 @@ class Door:
 
     def _turns(self, tier: int, owner: str, count: int = 1) -> float:
         """Rule 3: what is served of a tier until it is the turn of one more request of this owner, or of so many."""
-        standing = self._standings[tier]
-        own: float = standing.of(owner)
-        owners = max(standing.owners + (own == 0), 1)
+        queue_stats = self._stats_by_tier[tier]
+        own: float = queue_stats.of(owner)
+        owners = max(queue_stats.owners + (own == 0), 1)
         if self._batch_s:  # rule 8: of what is being served, owners have equal shares
             own = max(0.0, own - self._running[tier] / owners)
         return (own + count) * owners
@@ -571,14 +571,14 @@ class Door:
 
     def _overtaking_late(self, tier: int, seconds: float) -> float:
         """The same for one that came in late. Those of higher tiers go first, also those who are refused just now; and
-        those of its own tier, here if they come as before the burst; and the trickle of the lowest.
+        those of its own tier, here if they come as before the burst; and the minimum share of the lowest.
         """
         higher = sum(max(self._rate_now(n), self.rates[n]) for n in range(tier))
         elsewhere = sum(self._elsewhere[: tier + 1])
         # Half is left at least: some who came may be those who come in late now.
         own = min(self._calm_rates[tier], self._burst_rps / 2)
-        trickle = self._burst_rps * self._trickle if tier < self._lowest else 0.0
-        most = (higher + elsewhere + own + trickle) * seconds
+        min_share = self._burst_rps * self._min_share if tier < self._lowest else 0.0
+        most = (higher + elsewhere + own + min_share) * seconds
         return most + SIGMAS * sqrt(most)
 
     def _rate_now(self, tier: int) -> float:

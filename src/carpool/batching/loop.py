@@ -24,13 +24,13 @@ from math import inf
 from secrets import token_hex
 
 from carpool.batching.call_times import CallTimes
-from carpool.batching.policy import Policy, Send, View, WaitUntil
+from carpool.batching.policy import LaneView, Policy, Send, WaitUntil
 from carpool.batching.rate import ArrivalRate
 from carpool.core.batch import Batch, BatchIds
 from carpool.core.clock import STOOD_STILL_S, Clock, monotonic
+from carpool.core.histograms import BATCH_SIZE_BOUNDS, SHARE_BOUNDS, Histogram, off_by
 from carpool.core.ports import Broker, Dispatcher, LaneQueue, Slots
 from carpool.core.request import Request
-from carpool.core.tally import BATCH_SIZE_BOUNDS, SHARE_BOUNDS, Histogram, off_by
 
 logger = logging.getLogger("carpool.batching")
 
@@ -121,7 +121,7 @@ class BatchLoop:
         self._is_running = False
         self._timer: asyncio.TimerHandle | None = None
         broker.when_work_arrives(model, self.arrived)
-        broker.when_bytes_free(model, self.ring)
+        broker.when_bytes_free(model, self.notify)
         slots.when_slot_frees(self._slot_freed)
         # Whether company for those who wait here is being fetched from elsewhere, and when a slot last became free.
         self.company_comes: Callable[[], bool] = lambda: False
@@ -141,7 +141,7 @@ class BatchLoop:
         # Who is told when the first batch has ended: now it is known how long one takes.
         self.when_known: Callable[[], None] | None = None
         # Who is told that the next batch is due (`slots_due`): what it is made of may have to be fetched.
-        self.left_apart: Callable[[], None] | None = None
+        self.when_quarantined_left: Callable[[], None] | None = None
 
     def __repr__(self) -> str:
         return f"<BatchLoop {self.model} free_since={len(self._free_since)}>"
@@ -161,9 +161,9 @@ class BatchLoop:
         self._free_since.append(self._freed_at)
         while len(self._free_since) > self._slots.free():  # retries and searches take some as well
             self._free_since.popleft()
-        self.ring()
+        self.notify()
 
-    def ring(self) -> None:
+    def notify(self) -> None:
         """Something changed: plan again at the end of this turn of the event loop."""
         if not self._rung:
             self._rung = True
@@ -187,7 +187,7 @@ class BatchLoop:
     def drain(self) -> None:
         """Wait for no more company."""
         self.draining = True
-        self.ring()
+        self.notify()
 
     def _run(self) -> None:
         self._rung = False
@@ -204,7 +204,7 @@ class BatchLoop:
         if wake < inf:
             # The event loop's timers have millisecond steps; a shorter one would only spin.
             delay = max(wake - self._clock(), TIMER_S_MIN)
-            self._timer = self._loop.call_later(delay, self.ring)
+            self._timer = self._loop.call_later(delay, self.notify)
 
     def _send_what_is_ready(self, now: float) -> float:
         """Fill free slots, best lane first; returns when to look again."""
@@ -212,14 +212,14 @@ class BatchLoop:
         self._purse_s -= self._idle_slots * min(now - self._idle_since, self.max_wait_s)
         self._idle_slots = 0
         if self.free_slots() <= 0:
-            return inf  # a freed slot, or an outcome that makes room, will ring
+            return inf  # a freed slot, or an outcome that makes room, will notify
         if self._leaves_later(now):
             return self._next_time()
         # Each lane is planned once, and again when its turn has come: the slots may have gone to others meanwhile.
         ready, wake = self._ready(now)
         while ready and self.free_slots() > 0:
             _, number, lane = heappop(ready)
-            if not lane.waiting or (lane.is_apart and self._slots.free_apart() <= 0):
+            if not lane.waiting or (lane.is_quarantined and self._slots.free_for_quarantined() <= 0):
                 continue
             plan = self.policy.plan(self._view(lane, now), now)
             if isinstance(plan, Send):
@@ -227,7 +227,7 @@ class BatchLoop:
                     wake = min(wake, self._freed_at + COMPANY_S)
                     continue
                 if not self._send(lane, plan, now):
-                    return inf  # nobody overtakes it: an outcome will make room for it, and ring
+                    return inf  # nobody overtakes it: an outcome will make room for it, and notify
                 if self._leaves_later(now):
                     return self._next_time()
                 if lane.waiting:
@@ -241,11 +241,11 @@ class BatchLoop:
         wake = inf
         ready: list[tuple[float, int, LaneQueue]] = []
         for number, lane in enumerate(self._broker.lanes(self.model)):
-            if lane.is_apart and self._slots.free_apart() <= 0:
-                continue  # whoever keeps the slots' time rings when there is some for them
+            if lane.is_quarantined and self._slots.free_for_quarantined() <= 0:
+                continue  # whoever keeps the slots' time notifies when there is some for them
             plan = self.policy.plan(self._view(lane, now), now)
             if isinstance(plan, Send):
-                is_due = lane.is_apart and self._slots.is_apart_due()
+                is_due = lane.is_quarantined and self._slots.is_quarantined_due()
                 ready.append((-inf if is_due else lane.place(), number, lane))
             elif isinstance(plan, WaitUntil):
                 wake = min(wake, plan.at)
@@ -291,11 +291,11 @@ class BatchLoop:
 
     def _look_around(self, lane: LaneQueue, size: int, largest: int, now: float) -> None:
         """After a batch of this size: what the slots can do, and whether the next one may leave at once."""
-        # Those who would have fitted into the batch say nothing: they have only just come, or a door lets no more wait.
-        # Nor do those who ride apart: they have their share of the slots, and fill no other batch.
+        # Those who would have fitted into the batch say nothing: they have only just come, or the load shedder lets no
+        # more wait. Nor do quarantined ones: they have their share of the slots, and fill no other batch.
         lanes = self._broker.lanes(self.model)
-        waiting = sum(each.waiting for each in lanes if not each.is_apart) + self.waiting_elsewhere()
-        room = largest if lane.is_apart else 0 if lane.waiting else largest - size
+        waiting = sum(each.waiting for each in lanes if not each.is_quarantined) + self.waiting_elsewhere()
+        room = largest if lane.is_quarantined else 0 if lane.waiting else largest - size
         is_waiting, is_full = waiting > room, self._slots.free() <= 0
         if self._free_since and self._is_crowded:
             # A longer one is none between two batches: those who waited have left, or nothing could be fetched.
@@ -306,7 +306,7 @@ class BatchLoop:
         elif self._free_since:
             self._free_since.popleft()
         if is_full and is_waiting:
-            self.busy_size += SIZE_WEIGHT * (size - self.busy_size) * (not lane.is_apart)
+            self.busy_size += SIZE_WEIGHT * (size - self.busy_size) * (not lane.is_quarantined)
             self._is_crowded = True
         else:
             self.busy_size += SIZE_DRIFT * (largest - self.busy_size)
@@ -319,8 +319,8 @@ class BatchLoop:
             pace_s = self._pace_s()
             # From when it was due, not from when a late timer let it go: else the slots would stand idle.
             self._next_at = max(self._next_at, now - max(pace_s, TIMER_S_MIN)) + pace_s if self._is_crowded else -inf
-            if self._is_crowded and self.left_apart is not None:
-                self.left_apart()
+            if self._is_crowded and self.when_quarantined_left is not None:
+                self.when_quarantined_left()
         else:
             self._next_at = -inf
 
@@ -368,11 +368,11 @@ class BatchLoop:
         running = self._broker.bytes_running(self.model)
         return self.in_flight_bytes_max - running if running else inf
 
-    def _view(self, lane: LaneQueue, now: float) -> View:
+    def _view(self, lane: LaneQueue, now: float) -> LaneView:
         rate: ArrivalRate | None = lane.batching_notes
         if rate is None:
             rate = lane.batching_notes = ArrivalRate(self._rate_checked)
-        return View(
+        return LaneView(
             waiting=max(lane.waiting, self.max_batch) if self._is_full_of_bytes(lane) else lane.waiting,
             oldest=lane.oldest(),
             rate=rate.update(lane.arrivals, now),

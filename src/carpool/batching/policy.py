@@ -15,20 +15,20 @@ The rules, for every policy:
 
 `adaptive` weighs what waiting is worth against whether company will come:
 
-7. Pace. One batch every `service_s / (busy_share * slots)` keeps `busy_share` of the slots busy, at any rate.
-   Sending faster takes slots from those who come next; sending slower makes people wait for idle slots. It is
-   never below a few milliseconds: each batch costs the gateway too, and a pool of many quick slots would
-   otherwise be fed with batches of a handful until the gateway has no time left.
+7. Pace. One batch every `service_s / (slots_busy_max_share * slots)` keeps `slots_busy_max_share` of the slots busy, at
+   any rate. Sending faster takes slots from those who come next; sending slower makes people wait for idle slots. It is
+   never below a few milliseconds: each batch costs the gateway too, and a pool of many quick slots would otherwise be
+   fed with batches of a handful until the gateway has no time left.
 8. Pressure is the share of the other slots that are busy or, if larger, the share of all slots that full
-   batches would keep busy at this rate. Up to `busy_share` the hold is the pace times a root of pressure: no
-   hold while the pool is idle, the pace at `busy_share`. Above, it grows to `max_wait_s`: the last slots are
+   batches would keep busy at this rate. Up to `slots_busy_max_share` the hold is the pace times a root of pressure: no
+   hold while the pool is idle, the pace at `slots_busy_max_share`. Above, it grows to `max_wait_s`: the last slots are
    for full batches.
 9. The next request is expected a mean gap (1 / rate) from now. Company is not waited for when it is expected
    after the hold: so the hold ends a gap early, and nobody is held at all where none comes in a hold
    ("expected-none"). On the last slot a fair chance of company is enough, since those who come next would
    wait for a whole batch to end.
 10. Mostly full, and the rest not expected within the hold: send ("expected-none").
-11. Pace is stretched while partial batches keep more than `busy_share` of the slots busy: other lanes send.
+11. Pace is stretched while partial batches keep more than `slots_busy_max_share` of the slots busy: other lanes send.
 
 `pid` holds for a share of `max_wait_s` that a controller sets from how full the batches were:
 
@@ -62,7 +62,7 @@ STRETCH_MAX = 16.0
 PROPORTIONAL, INTEGRAL, DERIVATIVE = 0.25, 0.05, 0.05
 
 
-class View(msgspec.Struct, frozen=True, gc=False):
+class LaneView(msgspec.Struct, frozen=True, gc=False):
     """What a policy sees of one lane and of the pool that serves it; times are monotonic seconds."""
 
     # Requests waiting in the lane, at least 1.
@@ -106,7 +106,7 @@ IDLE = Idle()
 class Policy(Protocol):
     """Decides between sending and waiting. One instance serves all lanes of a pool."""
 
-    def plan(self, view: View, now: float) -> Plan:
+    def plan(self, view: LaneView, now: float) -> Plan:
         """Say what to do with a lane in which requests wait."""
         ...
 
@@ -115,7 +115,7 @@ class Policy(Protocol):
         ...
 
 
-def decided_by_rule(view: View, now: float) -> Plan | None:
+def decided_by_rule(view: LaneView, now: float) -> Plan | None:
     """Apply rules 1 to 4, the same for every policy; None leaves the choice of the hold to the policy."""
     if view.free <= 0:
         return IDLE
@@ -131,7 +131,7 @@ def decided_by_rule(view: View, now: float) -> Plan | None:
 class Fixed:
     """Sends full batches, or when the oldest has waited `max_wait_s`."""
 
-    def plan(self, view: View, now: float) -> Plan:
+    def plan(self, view: LaneView, now: float) -> Plan:
         """Hold for `max_wait_s`."""
         return decided_by_rule(view, now) or WaitUntil(view.oldest + view.max_wait_s)
 
@@ -140,18 +140,18 @@ class Fixed:
 
 
 class Adaptive:
-    """Spends up to `busy_share` of the slots on short waits, and only full batches on the rest."""
+    """Spends up to `slots_busy_max_share` of the slots on short waits, and only full batches on the rest."""
 
-    __slots__ = ("_busy", "busy_share", "stretch")
+    __slots__ = ("_busy", "slots_busy_max_share", "stretch")
 
-    def __init__(self, busy_share: float) -> None:
-        self.busy_share = busy_share
+    def __init__(self, slots_busy_max_share: float) -> None:
+        self.slots_busy_max_share = slots_busy_max_share
         # Rule 11: how many times longer than for a lone lane the pace is.
         self.stretch = 1.0
         # Share of the slots that were busy at the last plan.
         self._busy = 0.0
 
-    def plan(self, view: View, now: float) -> Plan:
+    def plan(self, view: LaneView, now: float) -> Plan:
         """Hold according to the pressure on the slots, but not for company that is not expected."""
         self._busy = (view.slots - view.free) / view.slots
         decided = decided_by_rule(view, now)
@@ -160,14 +160,14 @@ class Adaptive:
         busy_others = (view.slots - view.free) / (view.slots - 1) if view.slots > 1 else 1.0
         busy_if_full = view.rate * view.service_s / (view.slots * view.max_batch)
         pressure = min(1.0, max(busy_others, busy_if_full))
-        pace_s = self.stretch * view.service_s / (self.busy_share * view.slots)
+        pace_s = self.stretch * view.service_s / (self.slots_busy_max_share * view.slots)
         pace_s = min(view.max_wait_s, max(PACE_S_MIN, pace_s))
-        # How far pressure is above busy_share, 0 to 1.
+        # How far pressure is above slots_busy_max_share, 0 to 1.
         excess = 0.0
-        if pressure <= self.busy_share:
-            hold_s = pace_s * sqrt(pressure / self.busy_share)
+        if pressure <= self.slots_busy_max_share:
+            hold_s = pace_s * sqrt(pressure / self.slots_busy_max_share)
         else:
-            excess = (pressure - self.busy_share) / (1.0 - self.busy_share)
+            excess = (pressure - self.slots_busy_max_share) / (1.0 - self.slots_busy_max_share)
             hold_s = min(view.max_wait_s, pace_s + (view.max_wait_s - pace_s) * excess * excess)
         hold_ends = view.oldest + hold_s
         mostly_full = view.waiting >= MOSTLY_FULL * view.max_batch
@@ -183,7 +183,7 @@ class Adaptive:
     def sent(self, size: int, max_batch: int) -> None:
         """Stretch or relax the pace; full batches say nothing about it, since they did not wait for it."""
         if size < max_batch:
-            stretched = self.stretch * (1.0 + STRETCH_GAIN * (self._busy - self.busy_share))
+            stretched = self.stretch * (1.0 + STRETCH_GAIN * (self._busy - self.slots_busy_max_share))
             self.stretch = min(STRETCH_MAX, max(1.0, stretched))
 
 
@@ -200,7 +200,7 @@ class Pid:
         self._error = 0.0
         self._target = fill_target
 
-    def plan(self, view: View, now: float) -> Plan:
+    def plan(self, view: LaneView, now: float) -> Plan:
         """Hold for the controller's share of `max_wait_s`."""
         self._target = self.fill_target if view.free > 1 else 1.0
         decided = decided_by_rule(view, now)
@@ -218,10 +218,10 @@ class Pid:
         self.hold_share = min(1.0, max(0.0, output))
 
 
-def make_policy(name: PolicyName, *, busy_share: float, fill_target: float) -> Policy:
+def make_policy(name: PolicyName, *, slots_busy_max_share: float, fill_target: float) -> Policy:
     """Make the policy that the settings name."""
     if name == "fixed":
         return Fixed()
     if name == "adaptive":
-        return Adaptive(busy_share)
+        return Adaptive(slots_busy_max_share)
     return Pid(fill_target)

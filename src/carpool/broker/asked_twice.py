@@ -1,11 +1,11 @@
 """Whether anybody asks twice. Pure.
 
-Where nobody does, shared seats and results that are kept are pure cost: a fifth of a small request. So:
+Where nobody does, coalescing and results that are kept are pure cost: a fifth of a small request. So:
 
 1. After TRIAL results in a row that were kept and nobody asked for, within TRIAL_S, there is a rest of REST_S: requests
    pass by. Then there is another trial. Where less comes than that, the cost does not matter, and there is no rest.
 2. Meanwhile those who pass are remembered. The first one that comes again ends the rest. So in a rest the second of
-   three identical requests takes a seat like any other, and the third need not. Who is refused is not remembered: it
+   three identical requests is sent like any other, and the third need not. Who is refused is not remembered: it
    will come again by itself.
 3. Where many processes keep results, some requests never pass by: it may be that each process sees an input once, and
    all together many times.

@@ -28,12 +28,12 @@ from carpool.broker.journal_records import (
     Delete,
     DropLetters,
     Finish,
+    JournalReply,
     ListLetters,
     OnWebhooks,
     Operation,
     Read,
     ReadLetter,
-    Reply,
     TaskRecord,
     TaskResult,
     WereRead,
@@ -232,7 +232,7 @@ class Journal:
         self._unanswered_bytes += operation.size
         self.writer.put(operation)
 
-    def _answer(self, replies: list[Reply]) -> None:
+    def _answer(self, replies: list[JournalReply]) -> None:
         self._unanswered -= len(replies)
         for operation, answer in replies:
             self._unanswered_bytes -= operation.size

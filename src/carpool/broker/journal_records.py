@@ -147,7 +147,7 @@ class OnWebhooks(Operation, eq=False):
 
 
 # Who is answered, and the answer.
-Reply = tuple[Operation, Any]
+JournalReply = tuple[Operation, Any]
 
 
 def record_of(request: Request, submitted_wall: float, deadline: float) -> TaskRecord:

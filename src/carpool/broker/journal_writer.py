@@ -26,19 +26,19 @@ from carpool.broker.journal_records import (
     Delete,
     DropLetters,
     Finish,
+    JournalReply,
     ListLetters,
     OnWebhooks,
     Operation,
     Read,
     ReadLetter,
-    Reply,
     WereRead,
 )
 from carpool.broker.journal_store import Store
 from carpool.broker.replays import no_such_letter
 from carpool.core.clock import Clock
 from carpool.core.errors import JournalFailed
-from carpool.core.tally import Histogram
+from carpool.core.histograms import Histogram
 
 logger = logging.getLogger("carpool")
 
@@ -75,7 +75,7 @@ class Writer:
         store: Store,
         loop: asyncio.AbstractEventLoop,
         now: Clock,
-        answer: Callable[[list[Reply]], None],
+        answer: Callable[[list[JournalReply]], None],
         has_left: Callable[[], None],
         *,
         result_ttl_s: float,
@@ -202,7 +202,7 @@ class Writer:
         replies += map(self._look_up_letter, letter_reads)
         self._post(replies)
 
-    def _write(self, operations: list[Operation]) -> list[Reply]:
+    def _write(self, operations: list[Operation]) -> list[JournalReply]:
         try:
             return self._commit(operations)
         except Exception as error:
@@ -217,7 +217,7 @@ class Writer:
         half = len(operations) // 2
         return self._write(operations[:half]) + self._write(operations[half:])
 
-    def _commit(self, operations: list[Operation]) -> list[Reply]:
+    def _commit(self, operations: list[Operation]) -> list[JournalReply]:
         started = time.perf_counter()
         now = self._now()
         reads = [op for op in operations if isinstance(op, WereRead)]
@@ -226,7 +226,7 @@ class Writer:
         burials = [op for op in operations if isinstance(op, Bury)]
         deletes = [op for op in operations if isinstance(op, Delete)]
         drops = [op for op in operations if isinstance(op, DropLetters)]
-        replies: list[Reply] = []
+        replies: list[JournalReply] = []
         with self._store.transaction(now):
             for read in reads:
                 self._store.were_read(read.task_ids)
@@ -261,12 +261,12 @@ class Writer:
         self._note_evictions()
         return replies
 
-    def _append(self, appends: list[Append], now: float) -> list[Reply]:
+    def _append(self, appends: list[Append], now: float) -> list[JournalReply]:
         """Add tasks; those that replay a dead letter only together with its removal, and once."""
         replays = [op.letter_id for op in appends if op.letter_id is not None]
         found = self._store.drop_letters(replays, now) if replays else set()
         accepted: list[Append] = []
-        replies: list[Reply] = []
+        replies: list[JournalReply] = []
         for op in appends:
             if op.letter_id is not None:
                 if op.letter_id not in found:
@@ -278,7 +278,7 @@ class Writer:
         self._store.append([op.task for op in accepted])
         return replies
 
-    def _look_up(self, reads: Sequence[Operation]) -> list[Reply]:
+    def _look_up(self, reads: Sequence[Operation]) -> list[JournalReply]:
         try:
             found = self._store.read([op.task_id for op in reads], self._now())
         except Exception as error:
@@ -289,7 +289,7 @@ class Writer:
             return [(op, disk_failed()) for op in reads]
         return [(op, found.get(op.task_id)) for op in reads]
 
-    def _look_up_letter(self, read: ListLetters | ReadLetter) -> Reply:
+    def _look_up_letter(self, read: ListLetters | ReadLetter) -> JournalReply:
         try:
             if isinstance(read, ListLetters):
                 return read, self._store.letters(read.after, read.limit, read.cause, self._now())
@@ -371,7 +371,7 @@ class Writer:
             logger.warning("%d old dead letters were dropped to make room", evicted - self._evictions_logged)
             self._evictions_logged = evicted
 
-    def _post(self, replies: list[Reply]) -> None:
+    def _post(self, replies: list[JournalReply]) -> None:
         if not replies:
             return
         try:

@@ -3,7 +3,7 @@
 1. Inside a tier: owners share fairly, by cost (`fair_line.py`); an owner's own requests in order of arrival; tasks
    apart. Between tiers: the smallest `place` (arrival + the tier's target) of the tiers' longest-waiting requests goes
    first. So those who pay go first, and nobody starves: a place never changes while later arrivals' places grow. With
-   `strict`, a higher tier always goes first, but for what is due to the lowest (`trickle.py`). What came in with a
+   `strict`, a higher tier always goes first, but for what is due to the lowest (`min_share.py`). What came in with a
    burst has later places. So have tasks; those that are old enough go before synchronous requests, but for what is due
    to these.
 2. A request that was settled while it waited (client left, queue timeout) stays in its line until it comes to the
@@ -16,10 +16,10 @@
 from math import inf
 from typing import Any
 
-from carpool.broker.fair_line import FairLine
-from carpool.broker.standing import WaitingCount
-from carpool.broker.taking import Taking
-from carpool.broker.trickle import SYNCHRONOUS_SHARE, Trickle
+from carpool.broker.batch_builder import BatchBuilder
+from carpool.broker.fair_queue import FairQueue
+from carpool.broker.min_share import SYNCHRONOUS_SHARE, MinShare
+from carpool.broker.queue_stats import WaitingCount
 from carpool.core.request import APART, QUEUED, Request
 
 REBUILD_DEAD_MIN = 64
@@ -30,35 +30,35 @@ STRICT_STEP_S = 1e9
 class Ranks:
     """What the lanes of one model have in common: who waits in each line, and the rule between tiers."""
 
-    __slots__ = ("is_strict", "lowest", "standings", "synchronous", "tiers", "trickle")
+    __slots__ = ("is_strict", "lowest", "min_share", "stats_by_tier", "synchronous", "tiers")
 
-    def __init__(self, tiers: int, strict: bool = False, trickle: float = 0.0) -> None:
+    def __init__(self, tiers: int, strict: bool = False, min_share: float = 0.0) -> None:
         self.tiers = tiers
         self.is_strict = strict
         # Synchronous requests by tier, then tasks by tier, then synchronous ones that came in late: those have later
         # places, so they need lines of their own. Of a tier's two lines of synchronous requests the same one counts.
         counts = [WaitingCount() for _ in range(2 * tiers)]
-        self.standings = counts + counts[:tiers]
+        self.stats_by_tier = counts + counts[:tiers]
         self.lowest = (tiers - 1, 3 * tiers - 1, 2 * tiers - 1)
-        self.trickle = Trickle(trickle) if strict and trickle and tiers > 1 else None
-        self.synchronous = Trickle(SYNCHRONOUS_SHARE, debt_max=0.0)
+        self.min_share = MinShare(min_share) if strict and min_share and tiers > 1 else None
+        self.synchronous = MinShare(SYNCHRONOUS_SHARE, debt_max=0.0)
 
     def served(self, batch: list[Request]) -> None:
         """A batch was taken: keep the shares."""
-        standings, tiers = self.standings, self.tiers
-        if any(standings[index].waiting for index in range(tiers, 2 * tiers)):
+        stats_by_tier, tiers = self.stats_by_tier, self.tiers
+        if any(stats_by_tier[index].waiting for index in range(tiers, 2 * tiers)):
             tasks = sum(request.is_task for request in batch)
-            # Tasks alone, though others are due: those who wait may not go now (they ride apart, or their rank is a
-            # lower one). Nothing more is saved up for them, or those who come later would have it, and tasks nothing.
+            # Tasks alone, though others are due: those who wait may not go now (they are quarantined, or their rank is
+            # a lower one). Nothing more is saved up for them, or those who come later would have it, and tasks nothing.
             if tasks < len(batch) or not self.synchronous.due():
-                waits = any(standings[index].waiting for index in range(tiers))
+                waits = any(stats_by_tier[index].waiting for index in range(tiers))
                 self.synchronous.served(tasks, len(batch) - tasks, others_wait=True, lowest_waits=waits)
-        if self.trickle is not None:
+        if self.min_share is not None:
             tier = self.tiers - 1
             lowest = sum(request.tier == tier for request in batch)
-            waiting = sum(standing.waiting for standing in standings[: 2 * tiers])
-            lowest_waiting = standings[tier].waiting + standings[tier + tiers].waiting
-            self.trickle.served(
+            waiting = sum(queue_stats.waiting for queue_stats in stats_by_tier[: 2 * tiers])
+            lowest_waiting = stats_by_tier[tier].waiting + stats_by_tier[tier + tiers].waiting
+            self.min_share.served(
                 len(batch) - lowest,
                 lowest,
                 others_wait=waiting > lowest_waiting,
@@ -72,11 +72,11 @@ class Lane:
     __slots__ = (
         "_lines",
         "_ranks",
-        "_standings",
+        "_stats_by_tier",
         "_tiers",
         "arrivals",
         "batching_notes",
-        "is_apart",
+        "is_quarantined",
         "key",
         "model",
         "opener",
@@ -87,7 +87,7 @@ class Lane:
     def __init__(self, model: str, key: bytes, ranks: Ranks) -> None:
         self.model = model
         self.key = key
-        self.is_apart = key.endswith(APART)
+        self.is_quarantined = key.endswith(APART)
         # Whose request it was that found the lane empty.
         self.opener = ""
         self.waiting = 0
@@ -97,8 +97,8 @@ class Lane:
         self._ranks = ranks
         self._tiers = ranks.tiers
         # One line each, as `ranks` has them.
-        self._standings = ranks.standings
-        self._lines = [FairLine() for _ in ranks.standings]
+        self._stats_by_tier = ranks.stats_by_tier
+        self._lines = [FairQueue() for _ in ranks.stats_by_tier]
 
     def __repr__(self) -> str:
         return f"<Lane {self.model} waiting={self.waiting} dead={sum(line.dead for line in self._lines)}>"
@@ -121,13 +121,13 @@ class Lane:
         if request.is_task:
             index += self._tiers
         elif request.is_late:
-            self._standings[index].add_late(request.owner)
+            self._stats_by_tier[index].add_late(request.owner)
             index += 2 * self._tiers
         owner = request.owner
-        standing = self._standings[index]
-        standing.waiting += 1
-        standing.bytes += request.size
-        by_owner = standing.by_owner
+        queue_stats = self._stats_by_tier[index]
+        queue_stats.waiting += 1
+        queue_stats.bytes += request.size
+        by_owner = queue_stats.by_owner
         by_owner[owner] = by_owner.get(owner, 0) + 1
         line = self._lines[index]
         if line.sole == owner:  # the usual cases, and the quick ones
@@ -143,9 +143,9 @@ class Lane:
         self.waiting += 1
         self.waiting_bytes += request.size
         index = self._index_of(request)
-        self._standings[index].add(request.owner, request.size)
+        self._stats_by_tier[index].add(request.owner, request.size)
         if index >= 2 * self._tiers:
-            self._standings[index].add_late(request.owner)
+            self._stats_by_tier[index].add_late(request.owner)
         self._lines[index].put_back(request)
 
     def forget(self, request: Request) -> None:
@@ -153,9 +153,9 @@ class Lane:
         self.waiting -= 1
         self.waiting_bytes -= request.size
         index = self._index_of(request)
-        self._standings[index].remove(request.owner, 1, request.size)
+        self._stats_by_tier[index].remove(request.owner, 1, request.size)
         if index >= 2 * self._tiers:
-            self._standings[index].remove_late(request.owner)
+            self._stats_by_tier[index].remove_late(request.owner)
         line = self._lines[index]
         line.dead += 1
         if line.dead > REBUILD_DEAD_MIN and line.dead > self.waiting:
@@ -167,8 +167,8 @@ class Lane:
 
     def place(self) -> float:
         """Where the lane stands among others: the smallest goes first."""
-        live, trickle = self._live_lines(), self._ranks.trickle
-        if trickle is not None and trickle.due():
+        live, min_share = self._live_lines(), self._ranks.min_share
+        if min_share is not None and min_share.due():
             due = [place for _, place, index, _ in live if index in self._ranks.lowest]
             if due:
                 return min(due) - STRICT_STEP_S
@@ -193,40 +193,40 @@ class Lane:
 
         At most `bytes_max` bytes together; a larger one comes alone, if it has not more than `room_bytes`.
         """
-        taking = Taking(now, min(bytes_max, room_bytes), room_bytes)
-        trickle = self._ranks.trickle
-        if trickle is not None and (due := min(trickle.due(), count)):
+        builder = BatchBuilder(now, min(bytes_max, room_bytes), room_bytes)
+        min_share = self._ranks.min_share
+        if min_share is not None and (due := min(min_share.due(), count)):
             for index in self._ranks.lowest:
-                taking.room = due - len(taking.batch)
-                self._take_from(index, inf, taking)
-        if due := min(self._ranks.synchronous.due(), count - len(taking.batch)):
-            taking.room = due
-            self._take_best(taking, is_synchronous=True)
-        taking.room = count - len(taking.batch)
-        self._take_best(taking)
-        self._ranks.served(taking.batch)
-        return taking.batch, taking.expired
+                builder.room = due - len(builder.batch)
+                self._take_from(index, inf, builder)
+        if due := min(self._ranks.synchronous.due(), count - len(builder.batch)):
+            builder.room = due
+            self._take_best(builder, is_synchronous=True)
+        builder.room = count - len(builder.batch)
+        self._take_best(builder)
+        self._ranks.served(builder.batch)
+        return builder.batch, builder.expired
 
-    def _take_best(self, taking: Taking, *, is_synchronous: bool = False) -> None:
+    def _take_best(self, builder: BatchBuilder, *, is_synchronous: bool = False) -> None:
         """Move requests in their order while there is room; of the best rank, synchronous ones alone."""
-        while taking.room and self.waiting and taking.bytes_left >= 0:
+        while builder.room and self.waiting and builder.bytes_left >= 0:
             live = sorted(self._live_lines())
             if is_synchronous:
                 live = [line for line in live if line[0] == live[0][0] and not self._has_tasks(line[2])]
                 if not live:
                     return
             bound = live[1][1] if len(live) > 1 and live[0][0] == live[1][0] else inf
-            self._take_from(live[0][2], bound, taking)
+            self._take_from(live[0][2], bound, builder)
 
-    def _take_from(self, index: int, bound: float, taking: Taking) -> None:
+    def _take_from(self, index: int, bound: float, builder: BatchBuilder) -> None:
         """Move requests from one line while it is still the best (its place not after `bound`) and there is room."""
-        before = len(taking.batch), len(taking.expired)
-        number, size = self._lines[index].move(taking, bound, self._standings[index])
+        before = len(builder.batch), len(builder.expired)
+        number, size = self._lines[index].move(builder, bound, self._stats_by_tier[index])
         self.waiting -= number
         self.waiting_bytes -= size
         if index >= 2 * self._tiers:
-            for request in (*taking.batch[before[0] :], *taking.expired[before[1] :]):
-                self._standings[index].remove_late(request.owner)
+            for request in (*builder.batch[before[0] :], *builder.expired[before[1] :]):
+                self._stats_by_tier[index].remove_late(request.owner)
 
     def _index_of(self, request: Request) -> int:
         kind = 1 if request.is_task else 2 if request.is_late else 0

@@ -16,17 +16,17 @@ from carpool.broker.task_places import TaskPlaces
 from carpool.core.clock import Clock, monotonic
 from carpool.core.errors import CarpoolError, ClientLeft, DeadlineExceeded, QueueFull, queue_time_passed
 from carpool.core.events import Events
+from carpool.core.histograms import SECONDS_BOUNDS, Histogram, RequestSeconds
 from carpool.core.outcome import Outcome, Output
-from carpool.core.ports import LaneCounts, LaneQueue, Standing
+from carpool.core.ports import LaneCounts, LaneQueue, QueueStats
 from carpool.core.request import ADMITTED, DONE, QUEUED, RUNNING, Request
-from carpool.core.tally import SECONDS_BOUNDS, Histogram, RequestSeconds
 
 # Lanes without requests are kept for their arrival rate; beyond so many lanes the longest-unused go.
 IDLE_LANES_KEPT = 256
 
 
 class WaitingLanes:
-    """Synchronous requests that wait, by lane; without those who ride apart (core.ports.LaneCounts)."""
+    """Synchronous requests that wait, by lane; without quarantined owners (core.ports.LaneCounts)."""
 
     def __init__(self, lanes: Mapping[bytes, Lane], opened: Mapping[str, int], tiers: int, batch_max: int) -> None:
         self.batch_max = batch_max
@@ -38,7 +38,7 @@ class WaitingLanes:
         """In how many lanes some of a tier, or of those above it, wait on the line."""
         counts = [0] * self._tiers
         for lane in self._lanes.values():
-            if not lane.is_apart and (highest := lane.highest_on_line()) is not None:
+            if not lane.is_quarantined and (highest := lane.highest_on_line()) is not None:
                 counts[highest] += 1
         return list(accumulate(counts))
 
@@ -64,9 +64,9 @@ class MemoryBroker:
         tiers: int,
         strict_order: bool = False,
         # With strict order: the share of what is served that the lowest tier gets all the same.
-        trickle: float = 0.0,
+        min_share: float = 0.0,
         task_patience_s: float = 0.0,
-        offenders: Container[tuple[str, str]] = (),
+        quarantined: Container[tuple[str, str]] = (),
         # Where the time of requests is counted; a process has one for all of its parts.
         seconds: RequestSeconds | None = None,
         events: Events | None = None,
@@ -77,11 +77,11 @@ class MemoryBroker:
         self.lanes_max = lanes_max
         self._tiers = tiers
         # By model: what its lanes have in common.
-        self._ranks: defaultdict[str, Ranks] = defaultdict(partial(Ranks, tiers, strict_order, trickle))
+        self._ranks: defaultdict[str, Ranks] = defaultdict(partial(Ranks, tiers, strict_order, min_share))
         # Added to a task's place in the order: nobody waits on the line for it.
         self._task_patience_s = task_patience_s
         # Model and owner of those who ride with one another only. Empty is false.
-        self._offenders = offenders
+        self._quarantined = quarantined
         self.events = events or Events()
         self._clock = clock
         # Requests admitted and not settled yet, and the bytes of their inputs.
@@ -122,7 +122,7 @@ class MemoryBroker:
     def depth_of_tier(self, tier: int) -> int:
         """Requests and tasks of one tier that wait for a slot."""
         return sum(
-            ranks.standings[index].waiting for ranks in self._ranks.values() for index in (tier, tier + self._tiers)
+            ranks.stats_by_tier[index].waiting for ranks in self._ranks.values() for index in (tier, tier + self._tiers)
         )
 
     def arrivals(self, model: str) -> int:
@@ -130,26 +130,26 @@ class MemoryBroker:
         idle = (lane for lane in self._idle.values() if lane.model == model)
         return self._arrivals_gone[model] + sum(lane.arrivals for lane in (*self._active[model].values(), *idle))
 
-    def waiting_apart(self, model: str) -> int:
-        """Requests of offenders that wait."""
-        return sum(lane.waiting for lane in self._active[model].values() if lane.is_apart)
+    def waiting_quarantined(self, model: str) -> int:
+        """Requests of quarantined owners that wait."""
+        return sum(lane.waiting for lane in self._active[model].values() if lane.is_quarantined)
 
-    def owners_apart(self) -> set[tuple[str, str]]:
-        """Model and owner of the offenders whose requests wait."""
-        lanes = [lane for lanes in self._active.values() for lane in lanes.values() if lane.is_apart]
+    def quarantined_owners(self) -> set[tuple[str, str]]:
+        """Model and owner of the quarantined owners whose requests wait."""
+        lanes = [lane for lanes in self._active.values() for lane in lanes.values() if lane.is_quarantined]
         return {(lane.model, request.owner) for lane in lanes for request in lane.requests()}
 
     def all_waiting(self, model: str) -> int:
-        """Requests that wait and whose owners are no offenders."""
-        return sum(lane.waiting for lane in self._active[model].values() if not lane.is_apart)
+        """Requests that wait and whose owners are not quarantined."""
+        return sum(lane.waiting for lane in self._active[model].values() if not lane.is_quarantined)
 
     def most_waiting(self, model: str) -> int:
-        """Requests in the longest lane whose owners are no offenders."""
-        return max((lane.waiting for lane in self._active[model].values() if not lane.is_apart), default=0)
+        """Requests in the longest lane whose owners are not quarantined."""
+        return max((lane.waiting for lane in self._active[model].values() if not lane.is_quarantined), default=0)
 
-    def standing(self, model: str, tier: int, *, is_task: bool = False) -> Standing:
+    def queue_stats(self, model: str, tier: int, *, is_task: bool = False) -> QueueStats:
         """Who waits of one tier, in all lanes of a model: synchronous requests, or tasks. It stays the same object."""
-        return self._ranks[model].standings[tier + self._tiers * is_task]
+        return self._ranks[model].stats_by_tier[tier + self._tiers * is_task]
 
     def lane_counts(self, model: str, batch_max: int) -> LaneCounts:
         """Who waits of a model on the line, by lane."""
@@ -163,9 +163,9 @@ class MemoryBroker:
         self._running_bytes.setdefault(model, 0)
         self._arrivals_gone.setdefault(model, 0)
 
-    def when_bytes_free(self, model: str, ring: Callable[[], None]) -> None:
-        """Have `ring` called when fewer bytes are under way than before."""
-        self._bytes_freed[model] = ring
+    def when_bytes_free(self, model: str, notify: Callable[[], None]) -> None:
+        """Have `notify` called when fewer bytes are under way than before."""
+        self._bytes_freed[model] = notify
 
     def bytes_running(self, model: str) -> int:
         """Bytes of the inputs of one model that were taken and have no outcome yet."""
@@ -211,8 +211,8 @@ class MemoryBroker:
     def enqueue(self, request: Request) -> None:
         """Let a reserved request wait in its lane."""
         model, key = request.model, request.parameters
-        if self._offenders or request.lane:
-            request.is_apart = (model, request.owner) in self._offenders
+        if self._quarantined or request.lane:
+            request.is_quarantined = (model, request.owner) in self._quarantined
             key = request.lane_key
         lane = self._active[model].get(key)
         if lane is None:
@@ -235,7 +235,7 @@ class MemoryBroker:
         request.settle(outcome, self._clock())
         if request.held_by is None:
             self.outcomes[request.result_code] += 1  # bounded: codes come from the error tree
-            if request.taken and not request.is_seat:
+            if request.taken and not request.is_shared:
                 self.waited.observe(request.taken - request.arrived)
             if self.events.subscribers:
                 self.events.settled(request, outcome)
@@ -258,7 +258,7 @@ class MemoryBroker:
                     counted += 1
                     if request.is_task:
                         self.waited.observe(request.taken - request.arrived)
-                    elif not request.is_seat:  # else those who share it are counted
+                    elif not request.is_shared:  # else those who share it are counted
                         seconds[request.tier].append(now - request.arrived)
                 # Before it is told: the next request of the same client may come from there.
                 self.held -= 1
@@ -290,7 +290,7 @@ class MemoryBroker:
             if (is_running := request.phase == RUNNING) or request.phase == ADMITTED:
                 model = request.model
                 request.searched_s += now - request.taken
-                request.is_apart = bool(self._offenders) and (model, request.owner) in self._offenders
+                request.is_quarantined = bool(self._quarantined) and (model, request.owner) in self._quarantined
                 key = request.lane_key
                 lane = self._active[model].get(key) or self._activate(model, key, request.owner)
                 lane.put_back(request)
@@ -337,10 +337,10 @@ class MemoryBroker:
             for request in (*batch, *expired):
                 if request.is_task:
                     self._task_places.remove(request)
-        if self._offenders and not lane.is_apart:
-            # Their owners were found to be offenders while they waited.
+        if self._quarantined and not lane.is_quarantined:
+            # Their owners were quarantined while they waited.
             model = lane.model
-            apart = [request for request in batch if (model, request.owner) in self._offenders]
+            apart = [request for request in batch if (model, request.owner) in self._quarantined]
             if apart:
                 batch = [request for request in batch if request not in apart]
                 self.put_back(apart)
@@ -422,8 +422,8 @@ class MemoryBroker:
     def _runs_no_more(self, model: str, size: int) -> None:
         """So many bytes fewer are under way: the batching loop may wait for that."""
         self._running_bytes[model] -= size
-        if (ring := self._bytes_freed.get(model)) is not None:
-            ring()
+        if (notify := self._bytes_freed.get(model)) is not None:
+            notify()
 
     def _activate(self, model: str, key: bytes, owner: str) -> Lane:
         """The lane for a first request: the one that was emptied, with its history, or a new one."""

@@ -10,7 +10,7 @@ from carpool.core.ports import Caller
 from carpool.core.task import StoredTask
 
 # Returns False if nobody was there to read it.
-Answer = Callable[[StoredTask | CarpoolError], bool | None]
+WhenPolled = Callable[[StoredTask | CarpoolError], bool | None]
 
 
 class Poll(msgspec.Struct, eq=False):
@@ -18,7 +18,7 @@ class Poll(msgspec.Struct, eq=False):
 
     caller: Caller
     task_id: str
-    answer: Answer
+    answer: WhenPolled
     forget: bool
     # None for one that does not wait, or no longer.
     timer: asyncio.TimerHandle | None = None

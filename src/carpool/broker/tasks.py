@@ -15,7 +15,7 @@ import msgspec
 from carpool.broker.journal import Journal
 from carpool.broker.journal_records import DeadLetter, TaskResult, record_of
 from carpool.broker.memory import MemoryBroker
-from carpool.broker.polls import Answer, Poll, Polls, no_such_task
+from carpool.broker.polls import Poll, Polls, WhenPolled, no_such_task
 from carpool.core.clock import Clock, monotonic
 from carpool.core.dead_letter import is_dead_letter
 from carpool.core.errors import CarpoolError, ClientLeft, Draining, QueueFull, UnknownModel, UnknownTask
@@ -23,8 +23,8 @@ from carpool.core.outcome import Outcome, Output
 from carpool.core.ports import Caller, SameKey
 from carpool.core.problem import code_of, problem_json
 from carpool.core.request import ADMITTED, RUNNING, Request
-from carpool.core.story import RequestState, state_of
 from carpool.core.task import TAKEN, StoredTask, place_behind
+from carpool.core.timeline import RequestState, state_of
 
 
 class LiveTask(msgspec.Struct, eq=False):
@@ -172,7 +172,7 @@ class Tasks:
                 self.keep_result(request.result_key, outcome)
         self._journal.finish(request.id, result, lambda _: self._finished(request), dead_letter)
 
-    def look(self, caller: Caller, task_id: str, wait_s: float, forget: bool, answer: Answer) -> Poll:
+    def look(self, caller: Caller, task_id: str, wait_s: float, forget: bool, answer: WhenPolled) -> Poll:
         """Answer with the task's state: at once, or as soon as it has an outcome but not later than `wait_s`."""
         poll = Poll(caller, task_id, answer, forget)
         task = self._live.get(task_id)

@@ -90,7 +90,7 @@ def picture(event: dict[str, Any], columns: int) -> "Group":
         (health["status"], COLOURS.get(health["status"], "red")),
         f"   p50 {number(event['p50_ms'])} ms   p99 {number(event['p99_ms'])} ms   "
         f"waiting {number(health['queue_depth'])}   GPUs busy {health['gpu_utilization']:.0%}   "
-        f"batches {number(event['batches_ended'])}/s   seats filled {'-' if fill is None else f'{fill:.0%}'}   "
+        f"batches {number(event['batches_ended'])}/s   places filled {'-' if fill is None else f'{fill:.0%}'}   "
         f"dead letters {event['dead_letters']}",
     )
     if "gateways" in health:
@@ -154,10 +154,10 @@ def _slow(event: dict[str, Any]) -> "Table":
 
 
 def _fill(event: dict[str, Any]) -> float | None:
-    """The share of the seats of the batches that ended which were taken."""
+    """How full the batches were that ended."""
     ended = [batch for _, batch in event["batches"] if batch[5]]
-    seats = sum(event["max_batch"].get(batch[1], batch[3]) for batch in ended)
-    return sum(batch[3] for batch in ended) / seats if seats else None
+    places = sum(event["max_batch"].get(batch[1], batch[3]) for batch in ended)
+    return sum(batch[3] for batch in ended) / places if places else None
 
 
 def _text(value: str, style: str = "") -> "Text":

@@ -156,7 +156,7 @@ def usage(
 
 def find_kept(config: Path | None, request_id: str) -> Any:
     """What was kept of a request, as the admin port shows it; None if nothing was, or tracking is off."""
-    from carpool.tracking.told import state_of_record
+    from carpool.tracking.record_view import state_of_record
 
     if load_settings({}, environ=os.environ, file=config).tracking.store == "off":
         return None

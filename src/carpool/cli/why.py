@@ -11,7 +11,7 @@ from carpool.cli.dlq import DEFAULT_ADMIN, EXIT_FAILED, Admin, Gateway, Token, l
 from carpool.cli.tracking import Config, find_kept
 
 if TYPE_CHECKING:
-    from carpool.core.story import RequestState
+    from carpool.core.timeline import RequestState
 
 WHY_EPILOG = """\
 [bold]Examples[/bold]
@@ -57,7 +57,7 @@ def why(
     if json:
         typer.echo(json_module.dumps(found, indent=2))
         return
-    from carpool.core.story import RequestState
+    from carpool.core.timeline import RequestState
 
     state = msgspec.convert(found, RequestState)
     lines = story(request_id, state)

@@ -17,11 +17,11 @@ from contextlib import contextmanager
 from itertools import count
 from typing import Any, Literal, TypedDict, Unpack
 
-from carpool.client.retries import RetryBudget, pause_s
+from carpool.client.retries import ClientRetryBudget, pause_s
 from carpool.client.wire import (
     Answer,
-    Call,
     CallOptions,
+    ClientCall,
     LostAnswer,
     Prediction,
     SubmitOptions,
@@ -76,7 +76,7 @@ class AsyncClient:
         self._timeout_s = settings.get("timeout_s", 30.0)
         self._concurrency = settings.get("concurrency", 64)
         self._retries = settings.get("retries", 3)
-        self._budget = RetryBudget(settings.get("retry_share", 0.1))
+        self._budget = ClientRetryBudget(settings.get("retry_share", 0.1))
         self._answer_bytes_max = settings.get("answer_bytes_max", 256 * 1024 * 1024)
         self._places = asyncio.Semaphore(self._concurrency)
         # Nothing is unpacked: a short answer could become a long one.
@@ -208,7 +208,7 @@ class AsyncClient:
             await answers.aclose()
         return [outputs[index] for index in range(len(outputs))]
 
-    async def _ask(self, call: Call, timeout_s: float | None) -> bytes:
+    async def _ask(self, call: ClientCall, timeout_s: float | None) -> bytes:
         """The body of the gateway's answer; raises its error."""
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         clock = asyncio.get_running_loop().time
@@ -227,7 +227,7 @@ class AsyncClient:
                     await asyncio.sleep(wait_s)
         raise AssertionError("the loop ends by a return or an error")
 
-    async def _attempt(self, call: Call, deadline: float) -> bytes:
+    async def _attempt(self, call: ClientCall, deadline: float) -> bytes:
         async with self._places:
             headers = call.headers
             if call.has_deadline:

@@ -14,7 +14,7 @@ PAUSE_LAST_S = 5.0
 JITTER_SHARE = 0.25
 
 
-class RetryBudget:
+class ClientRetryBudget:
     """How many calls may be repeated: never more than `reserve` + `share` of those that were made."""
 
     def __init__(self, share: float = 0.1, reserve: float = 10.0) -> None:

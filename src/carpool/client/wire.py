@@ -94,7 +94,7 @@ class Answer(msgspec.Struct, frozen=True):
         return self.prediction.output
 
 
-class Call(NamedTuple):
+class ClientCall(NamedTuple):
     """One request to the gateway, but for what changes with each attempt."""
 
     method: str
@@ -139,13 +139,13 @@ _task = msgspec.json.Decoder(_Task).decode
 _problem = msgspec.json.Decoder(_Problem).decode
 
 
-def prediction_call(value: Any, options: CallOptions, request_id: str) -> Call:
+def prediction_call(value: Any, options: CallOptions, request_id: str) -> ClientCall:
     """A synchronous request. It says so: a gateway may make tasks of those that say nothing."""
     body = body_of(value, options) | {"mode": "sync"}
-    return Call("POST", "/v1/inference", headers_of(options, request_id), _encode(body), has_deadline=True)
+    return ClientCall("POST", "/v1/inference", headers_of(options, request_id), _encode(body), has_deadline=True)
 
 
-def submission(value: Any, options: SubmitOptions, request_id: str) -> Call:
+def submission(value: Any, options: SubmitOptions, request_id: str) -> ClientCall:
     """A task. Sent twice it would be two: when nobody knows whether it arrived, that is its submitter's to decide."""
     body = body_of(value, options) | {"mode": "async"}
     if "callback_url" in options:
@@ -153,17 +153,17 @@ def submission(value: Any, options: SubmitOptions, request_id: str) -> Call:
     headers = headers_of(options, request_id)
     if "task_timeout_s" in options:
         headers["X-Request-Timeout-Ms"] = str(timeout_ms(options["task_timeout_s"]))
-    return Call("POST", "/v1/inference", headers, _encode(body), is_repeatable=False)
+    return ClientCall("POST", "/v1/inference", headers, _encode(body), is_repeatable=False)
 
 
-def poll(task_id: str, wait_ms: int) -> Call:
+def poll(task_id: str, wait_ms: int) -> ClientCall:
     """A look at a task, which waits so long for its outcome."""
-    return Call("GET", f"/v1/result/{quote(task_id, safe='')}?wait_ms={wait_ms}", {})
+    return ClientCall("GET", f"/v1/result/{quote(task_id, safe='')}?wait_ms={wait_ms}", {})
 
 
-def cancellation(task_id: str) -> Call:
+def cancellation(task_id: str) -> ClientCall:
     """Cancel a task, or forget its result."""
-    return Call("DELETE", f"/v1/result/{quote(task_id, safe='')}", {}, is_repeatable=False)
+    return ClientCall("DELETE", f"/v1/result/{quote(task_id, safe='')}", {}, is_repeatable=False)
 
 
 def body_of(value: Any, options: CallOptions) -> dict[str, Any]:

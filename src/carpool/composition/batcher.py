@@ -8,11 +8,11 @@ from msgspec import UNSET
 from msgspec.structs import replace
 
 from carpool.broker.memory import MemoryBroker
-from carpool.composition.ground import Ground
+from carpool.composition.runtime import Runtime
 from carpool.core.ports import DeadLetters, OtherBatchers
 from carpool.core.request import Request
 from carpool.core.snapshot import ModelNumbers, ModelState
-from carpool.core.story import Queue, RequestState, state_of
+from carpool.core.timeline import Queue, RequestState, state_of
 from carpool.service import ModelService
 from carpool.settings import Model
 
@@ -21,21 +21,21 @@ RATE_TICK_S = 1.0
 TRIED_AT_ONCE = 16
 
 
-def make_broker(ground: Ground) -> MemoryBroker:
+def make_broker(runtime: Runtime) -> MemoryBroker:
     """The broker of this process, as it is configured."""
-    settings = ground.settings
+    settings = runtime.settings
     return MemoryBroker(
         waiting_max=settings.broker.waiting_max,
         bytes_max=settings.broker.bytes_max,
         lanes_max=settings.broker.lanes_max,
         tiers=len(settings.tiers),
         strict_order=settings.broker.order == "strict",
-        trickle=settings.broker.trickle,
-        task_patience_s=settings.tasks.patience_ms / 1000,
-        offenders=ground.offenders.riders,
-        seconds=ground.seconds,
-        events=ground.events,
-        clock=ground.clock,
+        min_share=settings.broker.lowest_tier_min_share,
+        task_patience_s=settings.tasks.delay_ms / 1000,
+        quarantined=runtime.quarantined.riders,
+        seconds=runtime.seconds,
+        events=runtime.events,
+        clock=runtime.clock,
     )
 
 
@@ -44,7 +44,7 @@ class BatcherHalf:
 
     def __init__(
         self,
-        ground: Ground,
+        runtime: Runtime,
         broker: MemoryBroker,
         dead_letters: DeadLetters,
         models: Iterable[Model],
@@ -53,19 +53,19 @@ class BatcherHalf:
         # By model: the batchers of other processes.
         others: Mapping[str, OtherBatchers] = MappingProxyType({}),
     ) -> None:
-        self._ground = ground
+        self._runtime = runtime
         self.broker = broker
         self.services = [
             ModelService(
                 model,
-                ground.session,
+                runtime.session,
                 broker,
                 dead_letters,
-                ground.offenders,
+                runtime.quarantined,
                 sharers,
                 others.get(model.name),
-                traces=ground.tracer,
-                clock=ground.clock,
+                traces=runtime.tracer,
+                clock=runtime.clock,
             )
             for model in models
         ]
@@ -73,12 +73,12 @@ class BatcherHalf:
     def start(self) -> None:
         """Watch the endpoints of every model, ask them for their limits, and work out rates from now on."""
         for service in self.services:
-            self._ground.opened.push_async_callback(service.fleet.close)
+            self._runtime.opened.push_async_callback(service.fleet.close)
             service.fleet.start()
-            self._ground.in_background(service.ask_limits())
+            self._runtime.in_background(service.ask_limits())
             if service.probe_input:
-                self._ground.in_background(service.prove())
-        self._ground.do_every(RATE_TICK_S, self._measure)
+                self._runtime.in_background(service.prove())
+        self._runtime.do_every(RATE_TICK_S, self._measure)
 
     def hurry(self) -> None:
         """Batches wait for nobody any more: company will not come."""
@@ -107,7 +107,7 @@ class BatcherHalf:
 
     def tell_of(self, request: Request) -> RequestState:
         """The story of a request that waits here, or did."""
-        state = state_of(request, self._ground.clock(), self._ground.company_s_max(request.model))
+        state = state_of(request, self._runtime.clock(), self._runtime.company_s_max(request.model))
         if state.status != "queued" or not self.has(request.model):
             return state
         place, capacity = self.broker.place_of(request), self.capacity_rps(request.model)
@@ -155,7 +155,7 @@ class BatcherHalf:
         if (waiting := next((each for each in self.services if each.is_unproven()), None)) is not None:
             answer(f"no endpoint of {waiting.name} has answered a call yet, and upstream.probe_input is set")
             return
-        self._ground.in_background(self._try_endpoints(answer))
+        self._runtime.in_background(self._try_endpoints(answer))
 
     async def _try_endpoints(self, answer: Callable[[str | None], None]) -> None:
         endpoints = [endpoint for service in self.services for endpoint in service.pool.endpoints]
@@ -170,8 +170,8 @@ class BatcherHalf:
             answer(reason)
 
     def _measure(self) -> None:
-        ground = self._ground
+        runtime = self._runtime
         for service in self.services:
             service.measure(RATE_TICK_S)
-        waiting = self.broker.owners_apart() if ground.offenders else frozenset()
-        ground.offenders.look(ground.clock(), waiting)
+        waiting = self.broker.quarantined_owners() if runtime.quarantined else frozenset()
+        runtime.quarantined.look(runtime.clock(), waiting)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from carpool.admission.credentials import Credentials, TierTerms
-from carpool.composition.ground import Ground
+from carpool.composition.runtime import Runtime
 from carpool.core.api_key import ApiKey
 from carpool.core.ports import RateLimit
 from carpool.settings import Settings, is_loopback
@@ -67,24 +67,24 @@ def configured_keys(settings: Settings) -> Iterable[ApiKey]:
         )
 
 
-def watch_token_keys(ground: Ground, credentials: Credentials) -> None:
+def watch_token_keys(runtime: Runtime, credentials: Credentials) -> None:
     """Read the keys that sign tokens, now and when their file changes; raises ValueError or OSError the first time."""
-    if ground.settings.auth.mode not in TAKES_TOKENS:
+    if runtime.settings.auth.mode not in TAKES_TOKENS:
         return
-    file = TokenKeyFile(ground.settings, credentials)
+    file = TokenKeyFile(runtime.settings, credentials)
     file.read()
-    ground.do_every(LOOK_S, file.look)
+    runtime.do_every(LOOK_S, file.look)
 
 
-def watch_key_file(ground: Ground, credentials: Credentials) -> None:
+def watch_key_file(runtime: Runtime, credentials: Credentials) -> None:
     """Read the API keys beside the journal, now and when they change."""
-    if ground.settings.auth.mode not in TAKES_KEYS:
+    if runtime.settings.auth.mode not in TAKES_KEYS:
         return
     from carpool.admission.key_file import FILE_NAME, KeyFile, KeyFileWatch
 
     credentials.expect_stored_keys()
-    file = KeyFile(Path(ground.settings.tasks.data_dir) / FILE_NAME)
-    ground.do_every(LOOK_S, KeyFileWatch(file, credentials.change_stored_keys).look)
+    file = KeyFile(Path(runtime.settings.tasks.data_dir) / FILE_NAME)
+    runtime.do_every(LOOK_S, KeyFileWatch(file, credentials.change_stored_keys).look)
 
 
 def warn_if_open(settings: Settings) -> None:

@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Protocol
 from carpool.admission.cache import ResultCache, digest_key, digest_key_of_owner, exact_key, exact_key_of_owner
 from carpool.admission.gate import Gate
 from carpool.admission.limits import LocalLimits
-from carpool.admission.shedding import Door, pressure
-from carpool.broker.seats import LOOKUPS, Seats
+from carpool.admission.shedding import LoadShedder, pressure
+from carpool.broker.coalescer import LOOKUPS, Coalescer
 from carpool.composition.credentials import configured_keys, make_credentials, warn_if_open, watch_token_keys
-from carpool.composition.ground import Ground
+from carpool.composition.runtime import Runtime
 from carpool.composition.webhooks import callback_check
-from carpool.core.ports import Availability, FarResults, RateLimit, RateLimits, RequestQueue, Standing, TaskBoard
+from carpool.core.histograms import Histogram
+from carpool.core.ports import Availability, FarResults, QueueStats, RateLimit, RateLimits, RequestQueue, TaskBoard
 from carpool.core.request import Request
-from carpool.core.snapshot import CacheNumbers, DoorNumbers
-from carpool.core.tally import Histogram
+from carpool.core.snapshot import CacheNumbers, SheddingNumbers
 from carpool.face.http.cors import Cors
 from carpool.face.http.faces import INFER, has_face
 from carpool.face.http.gateway import GatewayRoutes, HttpFaceSettings
@@ -34,7 +34,7 @@ from carpool.face.http.server import HttpServer
 from carpool.face.http.state import HttpLimits
 from carpool.face.http.stream import StreamLimits
 from carpool.face.http.streams import PATH as STREAM
-from carpool.face.http.streams import Streams
+from carpool.face.http.streams import WebSocketStreams
 from carpool.face.http.task_events import TaskEvents
 from carpool.face.http.tickets import Tickets
 from carpool.face.intake import Intake, IntakeSettings, make_uuids
@@ -79,7 +79,7 @@ class ExpiringQueue(RequestQueue, Protocol):
         """Look at the deadlines."""
         ...
 
-    def standing(self, model: str, tier: int) -> Standing:
+    def queue_stats(self, model: str, tier: int) -> QueueStats:
         """Who has synchronous requests of a model and a tier in it."""
         ...
 
@@ -105,12 +105,12 @@ class GatewayHalf:
 
     def __init__(
         self,
-        ground: Ground,
+        runtime: Runtime,
         queue: ExpiringQueue,
         tasks: DrainedTasks,
         availability: Mapping[str, Availability],
         models: Sequence[ModelFace],
-        doors: Mapping[str, Door],
+        shedders: Mapping[str, LoadShedder],
         *,
         # Where several gateways share the limits of owners: these, and how many gateways there are.
         rates: RateLimits | None = None,
@@ -118,56 +118,56 @@ class GatewayHalf:
         # Where results are kept that all gateways share.
         far: FarResults | None = None,
     ) -> None:
-        settings = ground.settings
-        self._ground = ground
+        settings = runtime.settings
+        self._runtime = runtime
         self._queue = queue
         self._tasks = tasks
         self._availability = availability
-        self.doors = doors
+        self.shedders = shedders
         self.credentials = make_credentials(settings)
         if self.credentials is not None:
-            watch_token_keys(ground, self.credentials)
+            watch_token_keys(runtime, self.credentials)
         self._tls = tls_context(settings)
-        ground.reloads.append(self._prepare_reload)
+        runtime.reloads.append(self._prepare_reload)
         self.gate = Gate(
             queue,
             tasks,
             availability,
             lowest_tier=len(settings.tiers) - 1,
             trusted_proxies=settings.gateway.trusted_proxies,
-            doors=doors,
-            decides_early=not any(model.is_cached for model in ground.models.values()),
-            clock=ground.clock,
+            shedders=shedders,
+            decides_early=not any(model.is_cached for model in runtime.models.values()),
+            clock=runtime.clock,
             credentials=self.credentials,
             anonymous=anonymous_limit(settings.limits),
-            rates=rates or LocalLimits(ground.clock),
+            rates=rates or LocalLimits(runtime.clock),
             sharers=sharers,
         )
         if settings.gateway.request_ids == "uuid":
             make_uuids()
         self.results = ResultCache(bytes_max=settings.cache.bytes_max, ttl_s=settings.cache.ttl_s)
-        cached = {name for name, model in ground.models.items() if model.is_cached}
-        self.seats = self._make_seats(far) if cached else None
+        cached = {name for name, model in runtime.models.items() if model.is_cached}
+        self.coalescer = self._make_coalescer(far) if cached else None
         self.intake = Intake(
             self.gate,
-            self.seats or queue,
+            self.coalescer or queue,
             tasks,
-            {model.name: model.served(self.seats if model.name in cached else None) for model in models},
-            intake_settings(ground),
-            clock=ground.clock,
+            {model.name: model.served(self.coalescer if model.name in cached else None) for model in models},
+            intake_settings(runtime),
+            clock=runtime.clock,
         )
         routes = GatewayRoutes(
             self.intake,
             face_settings(settings),
             gateway_openapi(
-                list(ground.models),
+                list(runtime.models),
                 settings.model,
                 settings.tasks.wait_ms_max,
                 [model.name for model in self.intake.models() if has_face(model, INFER)],
                 takes_callbacks=bool(settings.webhooks.hosts),
                 names_models=settings.auth.mode == "off",
             ),
-            ground.tracer,
+            runtime.tracer,
             callback_check(settings.webhooks),
         )
         answers = self._answers = Answers(settings.gateway.unread_bytes_max, self.intake.turns)
@@ -176,14 +176,14 @@ class GatewayHalf:
             self.intake,
             answers,
             self._is_down,
-            ground.tracer,
+            runtime.tracer,
         )
-        v2 = KServeV2Routes(self.intake, is_up=self._is_up, answers=answers, traces=ground.tracer)
+        v2 = KServeV2Routes(self.intake, is_up=self._is_up, answers=answers, traces=runtime.tracer)
         v2.add_to(routes.router)
         cors = Cors(settings.gateway.cors_origins, routes.router.serve)
         serve = cors if settings.gateway.cors_origins else routes.router.serve
-        self.http = HttpServer(serve, http_limits(settings, models), ground.clock)
-        self.http.state.traces, self.http.state.turns = ground.tracer, self.intake.long_turns
+        self.http = HttpServer(serve, http_limits(settings, models), runtime.clock)
+        self.http.state.traces, self.http.state.turns = runtime.tracer, self.intake.long_turns
         if settings.gateway.cors_origins:
             self.http.state.extra_lines = cors.lines
         self.streams, self.events = self._make_streams(cors)
@@ -198,21 +198,21 @@ class GatewayHalf:
 
     def _is_up(self, model: str) -> bool:
         """Whether requests for a model are taken, and somebody answers them."""
-        return not self._ground.draining and not self._is_down(model)
+        return not self._runtime.draining and not self._is_down(model)
 
     def _is_down(self, model: str) -> bool:
         """Whether requests for a model are refused: not while one is wanted, for some clients ask first."""
         upstream = self._availability[model]
         return upstream.is_down and not upstream.probes
 
-    def _make_seats(self, far: FarResults | None) -> Seats:
-        settings, broker = self._ground.settings, self._ground.settings.broker
+    def _make_coalescer(self, far: FarResults | None) -> Coalescer:
+        settings, broker = self._runtime.settings, self._runtime.settings.broker
         is_owned = settings.cache.scope == "owner"
         if far is None:
             key_of = exact_key_of_owner if is_owned else exact_key
         else:
             key_of = digest_key_of_owner if is_owned else digest_key
-        return Seats(
+        return Coalescer(
             self.gate.admit,
             self.gate.admit_task,
             self._queue,
@@ -220,50 +220,50 @@ class GatewayHalf:
             key_of,
             outcomes=self._queue.outcomes,
             waited=self._queue.waited,
-            seconds=self._ground.seconds,
+            seconds=self._runtime.seconds,
             waiting_max=broker.waiting_max,
             bytes_max=broker.bytes_max,
             far=far,
             strict_order=broker.order == "strict",
-            offenders=self._ground.offenders.riders,
-            standing=self._queue.standing,
-            events=self._ground.events,
-            clock=self._ground.clock,
+            quarantined=self._runtime.quarantined.riders,
+            queue_stats=self._queue.queue_stats,
+            events=self._runtime.events,
+            clock=self._runtime.clock,
         )
 
-    def _make_streams(self, cors: Cors) -> tuple[Streams, TaskEvents]:
-        ground, settings = self._ground, self._ground.settings.stream
-        streams = Streams(
+    def _make_streams(self, cors: Cors) -> tuple[WebSocketStreams, TaskEvents]:
+        runtime, settings = self._runtime, self._runtime.settings.stream
+        streams = WebSocketStreams(
             self.intake,
             self.http.state,
-            Tickets(ground.settings.service.token),
+            Tickets(runtime.settings.service.token),
             Places("streams", settings.streams_max, settings.per_owner_max),
             StreamLimits(settings.requests_max, settings.message_bytes_max, settings.idle_timeout_s),
             allows=cors.allows,
-            traces=ground.tracer,
-            clock=ground.clock,
+            traces=runtime.tracer,
+            clock=runtime.clock,
         )
         places = Places("event streams", settings.listeners_max, settings.per_owner_max)
-        return streams, TaskEvents(self.intake, places, forget_after_read=ground.settings.tasks.forget_after_read)
+        return streams, TaskEvents(self.intake, places, forget_after_read=runtime.settings.tasks.forget_after_read)
 
     async def start(self, listening: socket.socket | None, check_ready: "CheckReady") -> None:
         """Serve clients, on a socket that other processes share if one is given."""
-        gateway = self._ground.settings.gateway
+        gateway = self._runtime.settings.gateway
         if (own_port := grpc_port(gateway)) is not None:
             await self._start_grpc(own_port, check_ready)
         for server in self.servers:
-            self._ground.opened.push_async_callback(close_server, server)
-        self._ground.do_every(SAMPLE_S, Sampler(self.http.state, self._ground.seconds).take)
+            self._runtime.opened.push_async_callback(close_server, server)
+        self._runtime.do_every(SAMPLE_S, Sampler(self.http.state, self._runtime.seconds).take)
         self.port = await self.http.start(gateway.host, gateway.port, self._tls, listening)
-        warn_if_open(self._ground.settings)
+        warn_if_open(self._runtime.settings)
 
     async def _start_grpc(self, port: int, check_ready: "CheckReady") -> None:
         from carpool.composition.grpc_face import make_grpc_server, pems_of  # here: nobody else waits for grpcio
 
-        settings = self._ground.settings
+        settings = self._runtime.settings
         gateway = settings.gateway
         self.grpc = make_grpc_server(
-            self._ground, self.intake, self.http.state, check_ready, self._is_up, self._answers
+            self._runtime, self.intake, self.http.state, check_ready, self._is_up, self._answers
         )
         self.servers.append(self.grpc)
         await self.grpc.start(gateway.host, port, pems_of(settings), is_shared=gateway.processes > 1)
@@ -292,7 +292,7 @@ class GatewayHalf:
         """Say that this process leaves, and a little later accept no more connections; tasks keep nobody waiting."""
         for server in self.servers:
             server.drain()
-        await asyncio.sleep(self._ground.settings.gateway.drain_grace_s)
+        await asyncio.sleep(self._runtime.settings.gateway.drain_grace_s)
         for server in self.servers:
             server.stop_listening()
         self.streams.drain()
@@ -301,26 +301,29 @@ class GatewayHalf:
 
     async def drain(self) -> None:
         """Answer what was received; after that nothing is admitted."""
-        settings = self._ground.settings
-        give_up_at = self._ground.clock() + settings.gateway.receive_timeout_s + total_timeout_s(settings)
+        settings = self._runtime.settings
+        give_up_at = self._runtime.clock() + settings.gateway.receive_timeout_s + total_timeout_s(settings)
         await asyncio.gather(*(server.finish(give_up_at) for server in self.servers))
         self.gate.closed = True
 
     def expire(self, now: float) -> None:
         """Look at the deadlines."""
         self._queue.expire(now)
-        if self.seats is not None:
-            self.seats.expire(now)
+        if self.coalescer is not None:
+            self.coalescer.expire(now)
 
     def find_recent(self, request_id: str) -> Request | None:
         """A live or recent request of this gateway, or a slow one that somebody was shown."""
-        return self.intake.find_recent(request_id) or self._ground.find_slow(request_id)
+        return self.intake.find_recent(request_id) or self._runtime.find_slow(request_id)
 
-    def describe(self, held: int, held_bytes: int) -> DoorNumbers:
+    def describe(self, held: int, held_bytes: int) -> SheddingNumbers:
         """What `/metrics` shows of it; the broker knows what is held."""
-        if self.seats is not None:
-            held, held_bytes = held + self.seats.held - self.seats.queued, held_bytes + self.seats.held_bytes
-        return DoorNumbers(
+        if self.coalescer is not None:
+            held, held_bytes = (
+                held + self.coalescer.held - self.coalescer.queued,
+                held_bytes + self.coalescer.held_bytes,
+            )
+        return SheddingNumbers(
             problems=self.http.state.problems,
             connections=self.http.connected(),
             streams=len(self.streams),
@@ -328,29 +331,29 @@ class GatewayHalf:
             grpc_calls=0 if self.grpc is None else self.grpc.calls,
             held_requests=held,
             held_bytes=held_bytes,
-            pressure={model: self.pressure(model) for model in self.doors},
+            pressure={model: self.pressure(model) for model in self.shedders},
             shed={
                 (model, tier.name): count
-                for model, door in self.doors.items()
-                for tier, count in zip(self._ground.settings.tiers, door.shed, strict=True)
+                for model, shedder in self.shedders.items()
+                for tier, count in zip(self._runtime.settings.tiers, shedder.shed, strict=True)
             },
             wait_error_seconds={
                 (model, direction): seconds
-                for model, door in self.doors.items()
-                for direction, seconds in door.wait_errors.items()
+                for model, shedder in self.shedders.items()
+                for direction, seconds in shedder.wait_errors.items()
             },
-            utilization_target=self._ground.settings.shedding.utilization_target,
+            utilization_target=self._runtime.settings.shedding.utilization_target,
         )
 
     def pressure(self, model: str) -> float:
         """How much comes in, as a share of what should."""
-        door, target = self.doors[model], self._ground.settings.shedding.utilization_target
-        return pressure(door.rates, door.capacity[-1], target)
+        shedder, target = self.shedders[model], self._runtime.settings.shedding.utilization_target
+        return pressure(shedder.rates, shedder.capacity[-1], target)
 
     def describe_cache(self) -> CacheNumbers:
         """What `/metrics` shows of results that are kept."""
         return CacheNumbers(
-            cache_lookups=dict.fromkeys(LOOKUPS, 0) if self.seats is None else self.seats.lookups(),
+            cache_lookups=dict.fromkeys(LOOKUPS, 0) if self.coalescer is None else self.coalescer.lookups(),
             cache_entries=len(self.results),
             cache_bytes=self.results.bytes,
         )
@@ -369,13 +372,13 @@ def anonymous_limit(limits: LimitSettings) -> RateLimit | None:
     return RateLimit(limits.anonymous, min(limits.burst, limits.anonymous), limits.concurrent)
 
 
-def intake_settings(ground: Ground) -> IntakeSettings:
+def intake_settings(runtime: Runtime) -> IntakeSettings:
     """What the way in must know of the configuration."""
-    settings = ground.settings
+    settings = runtime.settings
     total_s = total_timeout_s(settings)
     return IntakeSettings(
         default_model=settings.model,
-        tier_target_s=ground.tier_target_s,
+        tier_target_s=runtime.tier_target_s,
         queue_timeout_s=min(settings.broker.queue_timeout_s, total_s),
         total_timeout_s=total_s,
         task_timeout_s=settings.tasks.timeout_s,

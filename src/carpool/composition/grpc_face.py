@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from carpool.admission.owners import Owners
-from carpool.composition.ground import Ground
+from carpool.composition.runtime import Runtime
 from carpool.composition.webhooks import callback_check
 from carpool.face.grpc.call import Problems, Service
 from carpool.face.grpc.health import CheckReady, Health
@@ -19,7 +19,7 @@ from carpool.settings import Settings
 
 
 def make_grpc_server(
-    ground: Ground,
+    runtime: Runtime,
     intake: Intake,
     http: HttpState,
     check_ready: CheckReady,
@@ -27,8 +27,8 @@ def make_grpc_server(
     answers: Answers,
 ) -> GrpcServer:
     """The services that clients may call. Limits and counts are those of the HTTP face, where it has them too."""
-    settings, limits = ground.settings, http.limits
-    problems = Problems(http.count_problem, ground.tracer)
+    settings, limits = runtime.settings, http.limits
+    problems = Problems(http.count_problem, runtime.tracer)
     tasks = settings.tasks
     own = InferenceSettings(tasks.wait_ms_max, tasks.forget_after_read, limits.unread_bytes_max)
     places = Places("streams", settings.stream.streams_max, settings.stream.per_owner_max)
@@ -39,7 +39,7 @@ def make_grpc_server(
         KServeV2(intake, is_up, answers, problems),
     ]
     served = [service.name for service in services]
-    health = Health(check_ready, served, strangers, ground.clock)
+    health = Health(check_ready, served, strangers, runtime.clock)
     services.append(health)
     names = [*served, Health.name, *NAMES]
     services += [Reflection(name, names, strangers) for name in NAMES]
@@ -56,7 +56,7 @@ def make_grpc_server(
             unread_bytes_max=limits.unread_bytes_max,
         ),
         problems,
-        ground.clock,
+        runtime.clock,
         when_draining=health.leave,
         is_proxy=Owners(settings.gateway.trusted_proxies).is_trusted,
     )

@@ -12,7 +12,7 @@ from zlib import crc32
 import msgspec
 
 from carpool.broker.memory import MemoryBroker
-from carpool.composition.ground import Ground
+from carpool.composition.runtime import Runtime
 from carpool.core.live import BATCHES_MAX, LaneWaiting, LivePart
 from carpool.core.names import Role
 from carpool.core.request import Request
@@ -40,7 +40,7 @@ class OtherParts(Protocol):
         ...
 
 
-class Nobody:
+class NoOtherProcesses:
     """No others."""
 
     def publish(self, part: LivePart) -> None:
@@ -59,20 +59,20 @@ class Watch:
     """Collects, and shows it to whoever looks."""
 
     def __init__(
-        self, ground: Ground, snapshot: Callable[[], Snapshot], lanes: Callable[[], Sequence[LaneWaiting]], role: Role
+        self, runtime: Runtime, snapshot: Callable[[], Snapshot], lanes: Callable[[], Sequence[LaneWaiting]], role: Role
     ) -> None:
-        self._ground = ground
+        self._runtime = runtime
         self._snapshot = snapshot
         self._lanes = lanes
         self._role = role
         self.name = "this process"
-        self.others: OtherParts = Nobody()
+        self.others: OtherParts = NoOtherProcesses()
         # Somebody looks at another process.
         self._is_wanted = False
         # What the demo adds.
         self.demo: Callable[[], dict[str, object]] | None = None
-        self._tiers = [tier.name for tier in ground.settings.tiers]
-        self._max_batch = {name: model.batching.max_batch for name, model in ground.models.items()}
+        self._tiers = [tier.name for tier in runtime.settings.tiers]
+        self._max_batch = {name: model.batching.max_batch for name, model in runtime.models.items()}
         self._collector: Collector | None = None
         self._merger: Merger | None = None
         self._last = b""
@@ -80,8 +80,8 @@ class Watch:
         self.viewers = Viewers()
         self.viewers.changed = self._look
         self.viewers.first = self._first
-        ground.find_slow = self.find_slow
-        ground.opened.callback(self._stop)
+        runtime.find_slow = self.find_slow
+        runtime.opened.callback(self._stop)
 
     @property
     def is_looked_at(self) -> bool:
@@ -107,15 +107,15 @@ class Watch:
         if not self.is_looked_at and not self._is_wanted:
             self._stop()
         elif self._collector is None:
-            self._collector = Collector(self._tiers, self._ground.clock())
+            self._collector = Collector(self._tiers, self._runtime.clock())
             self._cut(self._collector)  # what was shed is counted from here on
-            self._ground.events.subscribe(self._collector)
+            self._runtime.events.subscribe(self._collector)
             self._every.start()
 
     def _stop(self) -> None:
         self._every.stop()
         if self._collector is not None:
-            self._ground.events.unsubscribe(self._collector)
+            self._runtime.events.unsubscribe(self._collector)
             self._collector = None
 
     def _first(self) -> bytes:
@@ -137,7 +137,7 @@ class Watch:
 
     def _cut(self, collector: Collector) -> LivePart:
         batches_max = max(1, BATCHES_MAX // self.others.members())
-        now = self._ground.clock()
+        now = self._runtime.clock()
         return collector.cut(self.name, self._role, self._snapshot(), self._lanes(), now, batches_max)
 
     def _encode(self, merger: Merger, parts: Sequence[LivePart]) -> bytes:

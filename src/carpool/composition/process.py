@@ -12,8 +12,8 @@ import msgspec
 
 from carpool.composition.batcher import BatcherHalf
 from carpool.composition.gateway import close_server
-from carpool.composition.ground import Ground
 from carpool.composition.live import Watch, lanes_of
+from carpool.composition.runtime import Runtime
 from carpool.composition.tracking import look_up_ended, start_tracking
 from carpool.core.clock import Clock, monotonic
 from carpool.core.events import Events
@@ -45,7 +45,7 @@ class Process(ABC):
     role: ClassVar[Role] = "serve"
 
     def __init__(self, settings: Settings, listening: socket.socket | None = None, clock: Clock = monotonic) -> None:
-        self.ground = Ground(settings, clock)
+        self.runtime = Runtime(settings, clock)
         # The socket that this process shares with others, if it does.
         self.listening = listening
         # 0 where no clients are served.
@@ -54,13 +54,13 @@ class Process(ABC):
         self.batcher: BatcherHalf
         # None: nothing is kept of what became of requests.
         self.tracking: Recorder | None = None
-        self.watch = Watch(self.ground, self.snapshot, self.lanes, self.role)
+        self.watch = Watch(self.runtime, self.snapshot, self.lanes, self.role)
         self.admin: AdminRoutes
 
     @property
     def events(self) -> Events:
         """What happens to requests, for those who subscribe before the start."""
-        return self.ground.events
+        return self.runtime.events
 
     @abstractmethod
     async def start(self) -> None:
@@ -93,11 +93,11 @@ class Process(ABC):
             self.find_request(request_id, answer)
         else:
             look_up = partial(look_up_ended, tracking.store, request_id)
-            self.find_request(request_id, lambda found: self.ground.in_background(look_up(found, answer)))
+            self.find_request(request_id, lambda found: self.runtime.in_background(look_up(found, answer)))
 
     async def begin(self) -> None:
         """What every role does before anything else: whoever wants to know of requests subscribes."""
-        self.tracking = await start_tracking(self.ground)
+        self.tracking = await start_tracking(self.runtime)
 
     def lanes(self) -> list[LaneWaiting]:
         """The lanes in which requests wait in this process, for the live page."""
@@ -105,18 +105,18 @@ class Process(ABC):
 
     async def close(self) -> None:
         """Give up everything that was opened."""
-        await self.ground.close()
+        await self.runtime.close()
 
     async def listen_for_operators(self, dead_letters: DeadLetterDesk, webhooks: Outbox) -> None:
         """Serve the admin port."""
-        gateway, service = self.ground.settings.gateway, self.ground.settings.service
+        gateway, service = self.runtime.settings.gateway, self.runtime.settings.service
         self.admin = AdminRoutes(
             guard=AdminGuard(
                 tokens=service.token,
                 hosts=gateway.admin_hosts,
                 is_loopback=is_loopback(gateway.admin_host),
                 wall=time.time,
-                clock=self.ground.clock,
+                clock=self.runtime.clock,
             ),
             snapshot=self.snapshot,
             ready=self.check_ready,
@@ -127,8 +127,8 @@ class Process(ABC):
             openapi=admin_openapi(),
             live=self.watch.viewers,
         )
-        admin = HttpServer(self.admin, HttpLimits(body_bytes_max=1024, connections_max=256), self.ground.clock)
-        self.ground.opened.push_async_callback(close_server, admin)
+        admin = HttpServer(self.admin, HttpLimits(body_bytes_max=1024, connections_max=256), self.runtime.clock)
+        self.runtime.opened.push_async_callback(close_server, admin)
         self.admin_port = await admin.start(gateway.admin_host, admin_port(gateway))
 
     def reload(self, load: Callable[[], Settings]) -> None:
@@ -137,18 +137,18 @@ class Process(ABC):
 
         All that may fail is done for every model first: a fault of one changes none.
         """
-        ground = self.ground
-        if ground.draining:
+        runtime = self.runtime
+        if runtime.draining:
             return
         prepared: list[tuple[ModelService, Model, Endpoints]] = []
         try:
             settings = load()
             named = models_of(settings)
-            changes = [prepare(settings) for prepare in ground.reloads]
+            changes = [prepare(settings) for prepare in runtime.reloads]
             for service in self.batcher.services:
                 if service.name in named:
                     model = named[service.name]
-                    prepared.append((service, model, service.prepare_change(model, ground.session)))
+                    prepared.append((service, model, service.prepare_change(model, runtime.session)))
         except Exception as fault:  # whatever it is, this process goes on
             for service, _, endpoints in prepared:
                 service.fleet.give_up(endpoints)
@@ -157,7 +157,7 @@ class Process(ABC):
         for change in changes:
             change()
         changed = [service.change(model, endpoints) for service, model, endpoints in prepared]
-        for section in changed_for_the_next_start(ground.settings, settings):
+        for section in changed_for_the_next_start(runtime.settings, settings):
             logger.warning("a change of %s takes effect at the next start", section)
         came, gone = sum(each[0] for each in changed), sum(each[1] for each in changed)
         logger.info("read the configuration again", extra={"fields": {"endpoints_added": came, "endpoints_gone": gone}})

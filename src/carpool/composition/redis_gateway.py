@@ -9,29 +9,29 @@ from carpool.admission.gate import upstream_down
 from carpool.admission.shared_limits import SharedLimits
 from carpool.admission.shedding import pressure
 from carpool.broker.redis.fleet.api_keys import ApiKeyWatch
-from carpool.broker.redis.fleet.view import Beat, FleetView
+from carpool.broker.redis.fleet.view import FleetView, Heartbeat
 from carpool.broker.redis.formats import Reply
 from carpool.broker.redis.gateway.queue import RedisQueue
 from carpool.broker.redis.gateway.rates import RedisRateBudget
 from carpool.composition.batcher import BatcherHalf
 from carpool.composition.credentials import TAKES_KEYS
 from carpool.composition.gateway import GatewayHalf
-from carpool.composition.meeting import Meeting
+from carpool.composition.redis_context import RedisContext
 from carpool.composition.shedding import (
-    DOOR_TICK_S,
+    SHEDDER_TICK_S,
     SOME_RPS,
     Ticks,
     learn_own,
     learn_share,
-    make_doors,
+    make_shedders,
     sample,
-    standings_of,
+    stats_of_tiers,
     wanted,
 )
 from carpool.core.errors import CarpoolError, UpstreamFailed, UpstreamProtocolFault, UpstreamRefused
 from carpool.core.request import DONE, QUEUED, Request
 from carpool.core.snapshot import Mode, RedisGatewayNumbers
-from carpool.core.story import Queue, RequestState, state_of
+from carpool.core.timeline import Queue, RequestState, state_of
 from carpool.face.http.admin import FoundRequest
 
 # For so long after the last batcher was seen, requests are still queued: it may be about to come back.
@@ -69,7 +69,7 @@ class FleetAvailability:
         self._has_never_worked = False
 
     def heard(self, view: FleetView, model: str) -> None:
-        """Batchers have told how they are. One request at a time is a try: with its answer the door opens for all, and
+        """Batchers have told how they are. One request at a time is a try: with its answer all are admitted, and
         until then the others are told soon.
         """
         probe = self._probe
@@ -83,7 +83,7 @@ class FleetAvailability:
         """While it is down: whether one more request is let in. Batchers want it to try an endpoint with.
 
         One that tells nothing (it was given up, or refused elsewhere) is none; and whose request it was lets others go
-        first. Else an owner that comes often, and never waits or is refused, would keep the door shut for all.
+        first. Else an owner that comes often, and never waits or is refused, would keep it shut for all.
         """
         probe = self._probe
         if probe is not None and probe.phase == DONE and probe.result_code not in TELLS:
@@ -117,69 +117,69 @@ class FleetAvailability:
 class RedisGatewayHalf(GatewayHalf):
     """A gateway half whose queue is in Redis. What `own` has of endpoints serves requests while Redis is gone."""
 
-    def __init__(self, meeting: Meeting, own: BatcherHalf) -> None:
-        ground, broker = meeting.ground, meeting.ground.settings.broker
-        self.meeting = meeting
+    def __init__(self, redis_context: RedisContext, own: BatcherHalf) -> None:
+        runtime, broker = redis_context.runtime, redis_context.runtime.settings.broker
+        self.redis_context = redis_context
         self._own = own
         self.queue = RedisQueue(
-            meeting.steps,
-            meeting.name,
-            line_offsets_ms=meeting.line_offsets_ms,
+            redis_context.steps,
+            redis_context.name,
+            line_offsets_ms=redis_context.line_offsets_ms,
             waiting_max=broker.waiting_max,
             bytes_max=broker.bytes_max,
             lanes_max=broker.lanes_max,
-            models=list(ground.models),
+            models=list(runtime.models),
             local=own.broker if own.services else None,
-            is_memory_full=lambda: meeting.memory.is_full,
-            task_finished=meeting.tasks.finished,
+            is_memory_full=lambda: redis_context.memory.is_full,
+            task_finished=redis_context.tasks.finished,
             looked_for=self._looked_for,
             mode_changed=lambda mode: self._look_at_fleet(),
-            seconds=ground.seconds,
-            events=ground.events,
-            clock=ground.clock,
+            seconds=runtime.seconds,
+            events=runtime.events,
+            clock=runtime.clock,
         )
-        ground.opened.callback(self.queue.close)
-        self.availability = {name: FleetAvailability() for name in ground.models}
-        doors = make_doors(ground.settings, ground.models, self.queue.parking.standing)
+        runtime.opened.callback(self.queue.close)
+        self.availability = {name: FleetAvailability() for name in runtime.models}
+        shedders = make_shedders(runtime.settings, runtime.models, self.queue.pending.queue_stats)
         self.rates = SharedLimits(
-            RedisRateBudget(meeting.steps, meeting.name),
+            RedisRateBudget(redis_context.steps, redis_context.name),
             is_reachable=self.is_connected,
-            sharers=meeting.gateways_last_seen,
-            clock=ground.clock,
+            sharers=redis_context.gateways_last_seen,
+            clock=runtime.clock,
         )
-        ground.opened.callback(self.rates.close)
+        runtime.opened.callback(self.rates.close)
         super().__init__(
-            ground,
+            runtime,
             self.queue,
-            meeting.tasks,
+            redis_context.tasks,
             self.availability,
-            list(meeting.faces.values()),
-            doors,
+            list(redis_context.faces.values()),
+            shedders,
             rates=self.rates,
-            sharers=meeting.gateways_last_seen,
-            far=meeting.make_results(),
+            sharers=redis_context.gateways_last_seen,
+            far=redis_context.make_results(),
         )
-        if doors:
-            self.queue.parking.sampled = self._sampled
+        if shedders:
+            self.queue.pending.sampled = self._sampled
             for service in own.services:
                 service.loop.sampled = self._sampled_here
-        meeting.counted = self.queue.parking
-        meeting.when_nodes_change.append(self.queue.nodes_changed)
-        meeting.when_fleet_changes.append(self._look_at_fleet)
-        meeting.when_heard.append(self._heard)
-        self._door_ticks = Ticks(doors, ground.clock)
+        redis_context.counted = self.queue.pending
+        redis_context.when_nodes_change.append(self.queue.nodes_changed)
+        redis_context.when_fleet_changes.append(self._look_at_fleet)
+        redis_context.when_heard.append(self._heard)
+        self._shedder_ticks = Ticks(shedders, runtime.clock)
         # Requests a second of each model, as the other gateways were told.
         self._told_rates: dict[str, float] = {}
-        self._batchers_seen = ground.clock()
-        # Requests a second that came in at this process's own door, lately.
+        self._batchers_seen = runtime.clock()
+        # Requests a second that clients sent to this process lately.
         self.rate = 0.0
         self._arrivals_then = 0
 
     def watch(self) -> None:
         """See from now on who could serve a request."""
-        self._ground.do_every(WATCH_S, self._look_at_fleet)
-        self._ground.do_every(RATE_TICK_S, self._measure)
-        self._ground.do_every(DOOR_TICK_S, self._look_at_doors)
+        self._runtime.do_every(WATCH_S, self._look_at_fleet)
+        self._runtime.do_every(RATE_TICK_S, self._measure)
+        self._runtime.do_every(SHEDDER_TICK_S, self._update_shedders)
         self._watch_api_keys()
         self.rates.start()
 
@@ -189,7 +189,7 @@ class RedisGatewayHalf(GatewayHalf):
 
     def find(self, request_id: str, answer: FoundRequest) -> None:
         """Tell how a request is: one of this process, a task, or one of another gateway."""
-        states = self.meeting.states
+        states = self.redis_context.states
 
         def told_of_task(state: RequestState | CarpoolError | None) -> None:
             if state is None:
@@ -200,24 +200,24 @@ class RedisGatewayHalf(GatewayHalf):
         if (request := self._find_own(request_id)) is not None:
             self._tell_own(request, answer)
         else:
-            self.meeting.tell_of_task(request_id, told_of_task)
+            self.redis_context.tell_of_task(request_id, told_of_task)
 
-    def beat(self) -> Beat:
+    def heartbeat(self) -> Heartbeat:
         """What the others are told of this gateway."""
-        self._told_rates = {model: max(SOME_RPS, sum(door.rates)) for model, door in self.doors.items()}
-        return Beat(
-            status=self.meeting.beat_status(),
+        self._told_rates = {model: max(SOME_RPS, sum(shedder.rates)) for model, shedder in self.shedders.items()}
+        return Heartbeat(
+            status=self.redis_context.beat_status(),
             mode=self.queue.mode,
             rate=self.rate,
-            in_flight=self.queue.parking.held,
-            wanted=wanted(self.doors),
+            in_flight=self.queue.pending.held,
+            wanted=wanted(self.shedders),
         )
 
     def pressure(self, model: str) -> float:
         """Of the whole fleet; while Redis is gone, of this process."""
         if not self.is_connected():
             return super().pressure(model)
-        view, settings = self.meeting.registry.view, self._ground.settings
+        view, settings = self.redis_context.registry.view, self._runtime.settings
         rates = view.wanted(model, len(settings.tiers))
         return pressure(rates, view.capacity_rps(model) or inf, settings.shedding.utilization_target)
 
@@ -226,22 +226,22 @@ class RedisGatewayHalf(GatewayHalf):
         return RedisGatewayNumbers(
             broker_mode=MODE_NUMBERS[self.queue.mode],
             sent_again=self.queue.sent_again,
-            late_outcomes=self.queue.parking.late_outcomes,
+            late_outcomes=self.queue.pending.late_outcomes,
             rate_limit_asks=self.rates.asks,
             rate_limit_failures=self.rates.failures,
         )
 
     def _watch_api_keys(self) -> None:
-        if self.credentials is None or self._ground.settings.auth.mode not in TAKES_KEYS:
+        if self.credentials is None or self._runtime.settings.auth.mode not in TAKES_KEYS:
             return
         self.credentials.expect_stored_keys()
-        watch = ApiKeyWatch(self.meeting.nodes, self.meeting.keys, self.credentials.change_stored_keys)
+        watch = ApiKeyWatch(self.redis_context.nodes, self.redis_context.keys, self.credentials.change_stored_keys)
         watch.start()
-        self._ground.opened.callback(watch.close)
-        self.meeting.when_nodes_change.append(watch.nodes_changed)
+        self._runtime.opened.callback(watch.close)
+        self.redis_context.when_nodes_change.append(watch.nodes_changed)
 
     def _look_at_fleet(self) -> None:
-        registry, now = self.meeting.registry, self._ground.clock()
+        registry, now = self.redis_context.registry, self._runtime.clock()
         view = registry.view
         if view.live_batchers() or not registry.is_fresh():
             self._batchers_seen = now
@@ -265,35 +265,39 @@ class RedisGatewayHalf(GatewayHalf):
         for name, availability in self.availability.items():
             availability.heard(view, name)
 
-    def _look_at_doors(self) -> None:
-        """Tell the doors what can be served: by the fleet, or while Redis is gone by this process."""
-        view, tiers = self.meeting.registry.view, len(self._ground.settings.tiers)
-        for model, door in self.doors.items():
+    def _update_shedders(self) -> None:
+        """Tell the shedders what can be served: by the fleet, or while Redis is gone by this process."""
+        view, tiers = self.redis_context.registry.view, len(self._runtime.settings.tiers)
+        for model, shedder in self.shedders.items():
             if not self.is_connected():
                 for service in self._own.services:
                     if service.name == model:
-                        learn_own(door, service, standings_of(self._own.broker.standing, model, tiers))
+                        learn_own(shedder, service, stats_of_tiers(self._own.broker.queue_stats, model, tiers))
                 continue
-            standings = standings_of(self.queue.parking.standing, model, tiers)
+            stats_by_tier = stats_of_tiers(self.queue.pending.queue_stats, model, tiers)
             slots, gateways = view.healthy_slots(model), max(1, len(view.live_gateways()))
             if capacity := view.capacity_rps(model):
-                others, batch_s = view.wanted(model, tiers, without=self.meeting.name.decode()), view.batch_s(model)
+                others, batch_s = (
+                    view.wanted(model, tiers, without=self.redis_context.name.decode()),
+                    view.batch_s(model),
+                )
                 batch = capacity * batch_s / max(1, slots)
-                learn_share(door, capacity, batch, others, standings, batch_s, gateways)
+                learn_share(shedder, capacity, batch, others, stats_by_tier, batch_s, gateways)
             else:
-                at_once = slots * self._ground.models[model].batching.max_batch / gateways
+                at_once = slots * self._runtime.models[model].batching.max_batch / gateways
                 first_call = partial(self._first_call, model, at_once)
-                door.suppose(first_call, standings, counts_running=True)
-        self._door_ticks.tick()
+                shedder.suppose(first_call, stats_by_tier, counts_running=True)
+        self._shedder_ticks.tick()
         told = self._told_rates
         if self.is_connected() and any(
-            sum(door.rates) > MORE_TIMES * told.get(model, SOME_RPS) for model, door in self.doors.items()
+            sum(shedder.rates) > MORE_TIMES * told.get(model, SOME_RPS) for model, shedder in self.shedders.items()
         ):
-            self.meeting.registry.beat()  # the others share the capacity with this one: by now, not at the next beat
+            # The others share the capacity with this one: from now on, not from the next heartbeat on.
+            self.redis_context.registry.heartbeat()
 
     def _first_call(self, model: str, at_once: float) -> tuple[float, float]:
         """Since when the first call runs: since its first request came, or so."""
-        return at_once, self.queue.parking.oldest(model)
+        return at_once, self.queue.pending.oldest(model)
 
     def _sampled_here(self, request: Request) -> None:
         """One that goes to an endpoint of this process; what came by Redis is seen with its outcome."""
@@ -301,10 +305,10 @@ class RedisGatewayHalf(GatewayHalf):
             self._sampled(request)
 
     def _sampled(self, request: Request) -> None:
-        sample(self.doors[request.model], request)
+        sample(self.shedders[request.model], request)
 
     def _measure(self) -> None:
-        arrivals = sum(self.queue.parking.arrivals.values())
+        arrivals = sum(self.queue.pending.arrivals.values())
         self.rate += RATE_WEIGHT * ((arrivals - self._arrivals_then) / RATE_TICK_S - self.rate)
         self._arrivals_then = arrivals
 
@@ -314,22 +318,22 @@ class RedisGatewayHalf(GatewayHalf):
         return None if request is not None and request.is_task and request.phase == QUEUED else request
 
     def _tell_own(self, request: Request, answer: FoundRequest) -> None:
-        state = state_of(request, self._ground.clock(), self._ground.company_s_max(request.model))
+        state = state_of(request, self._runtime.clock(), self._runtime.company_s_max(request.model))
         if state.status == "queued":
-            state = replace(state, queue=Queue(waiting=self.meeting.depth.unread()))
+            state = replace(state, queue=Queue(waiting=self.redis_context.depth.unread()))
         if (place := self.queue.place_of(request)) is not None:
-            self.meeting.states.of_entry(*place, state, answer)
+            self.redis_context.states.of_entry(*place, state, answer)
         else:
             answer(state)
 
     def _looked_for(self, reply: Reply) -> None:
         """Another gateway looks for a request, or has found one that this one looks for."""
         for request_id, state in reply.found:
-            self.meeting.states.told(request_id, state)
+            self.redis_context.states.told(request_id, state)
         for gateway, request_id in reply.wanted:
             if (request := self._find_own(request_id)) is not None:
                 self._tell_own(request, partial(self._tell_other, gateway, request_id))
 
     def _tell_other(self, gateway: bytes, request_id: str, state: RequestState | CarpoolError | None) -> None:
         if isinstance(state, RequestState):
-            self.meeting.states.tell(gateway, request_id, state)
+            self.redis_context.states.tell(gateway, request_id, state)

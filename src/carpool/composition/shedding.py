@@ -1,26 +1,26 @@
-"""The doors of a process, which shed: made as it is configured, one for each model, and told what can be served."""
+"""The load shedders of a process: made as it is configured, one for each model, and told what can be served."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
 
-from carpool.admission.shedding import Door, Thresholds, TierRule
+from carpool.admission.shedding import LoadShedder, Thresholds, TierRule
 from carpool.core.clock import Clock
-from carpool.core.ports import Standing
+from carpool.core.ports import QueueStats
 from carpool.core.request import Request
 from carpool.service import ModelService
 from carpool.settings import Settings, total_timeout_s
 
 # Who waits of a model and a tier.
-FindStanding = Callable[[str, int], Standing]
-# How often a door learns what can be served.
-DOOR_TICK_S = 0.1
+FindQueueStats = Callable[[str, int], QueueStats]
+# How often a shedder learns what can be served.
+SHEDDER_TICK_S = 0.1
 # What a gateway is taken to want at least.
 SOME_RPS = 1.0
 
 
-def make_doors(settings: Settings, models: Iterable[str], standing: FindStanding) -> dict[str, Door]:
-    """A door for each model; none where nobody is shed."""
+def make_shedders(settings: Settings, models: Iterable[str], queue_stats: FindQueueStats) -> dict[str, LoadShedder]:
+    """A load shedder for each model; none where nothing is shed."""
     shedding = settings.shedding
     if shedding.mode == "off":
         return {}
@@ -29,11 +29,11 @@ def make_doors(settings: Settings, models: Iterable[str], standing: FindStanding
     if shedding.mode == "thresholds":
         thresholds = Thresholds(shedding.depth_highest_only, shedding.depth_not_lowest, shedding.rate_share)
     return {
-        model: Door(
+        model: LoadShedder(
             rules,
-            standings_of(standing, model, len(rules)),
+            stats_of_tiers(queue_stats, model, len(rules)),
             is_strict=settings.broker.order == "strict",
-            trickle=settings.broker.trickle,
+            min_share=settings.broker.lowest_tier_min_share,
             thresholds=thresholds,
             queue_s=queue_timeout_s(settings),
         )
@@ -46,56 +46,56 @@ def queue_timeout_s(settings: Settings) -> float:
     return min(settings.broker.queue_timeout_s, total_timeout_s(settings))
 
 
-def standings_of(standing: FindStanding, model: str, tiers: int) -> list[Standing]:
+def stats_of_tiers(queue_stats: FindQueueStats, model: str, tiers: int) -> list[QueueStats]:
     """Who waits of a model, by tier."""
-    return [standing(model, tier) for tier in range(tiers)]
+    return [queue_stats(model, tier) for tier in range(tiers)]
 
 
 class Ticks:
-    """Lets doors work out their rates. Timers come late when there is much to do: the time counts that passed."""
+    """Lets shedders work out their rates. Timers come late when there is much to do: the time counts that passed."""
 
-    def __init__(self, doors: Mapping[str, Door], clock: Clock) -> None:
-        self._doors = doors
+    def __init__(self, shedders: Mapping[str, LoadShedder], clock: Clock) -> None:
+        self._shedders = shedders
         self._clock = clock
         self._then = clock()
 
     def tick(self) -> None:
         """To be called every DOOR_TICK_S, or so."""
         now = self._clock()
-        seconds, self._then = max(now - self._then, DOOR_TICK_S / 10), now
-        for door in self._doors.values():
-            door.tick(seconds, now)
+        seconds, self._then = max(now - self._then, SHEDDER_TICK_S / 10), now
+        for shedder in self._shedders.values():
+            shedder.tick(seconds, now)
 
 
-def let_see(door: Door, services: Iterable[ModelService]) -> None:
-    """Let a door see how long requests waited that get a slot of this process."""
+def let_see(shedder: LoadShedder, services: Iterable[ModelService]) -> None:
+    """Let a shedder see how long requests waited that get a slot of this process."""
     for service in services:
-        service.loop.sampled = partial(sample, door)
+        service.loop.sampled = partial(sample, shedder)
 
 
-def sample(door: Door, request: Request) -> None:
+def sample(shedder: LoadShedder, request: Request) -> None:
     """One that has got its slot. Nobody waits on the line for a task, and what came in late may wait long."""
     if not (request.is_task or request.is_late):
-        door.waited(request.tier, request.taken - request.arrived, request.arrived)
+        shedder.waited(request.tier, request.taken - request.arrived, request.arrived)
 
 
-def learn_own(door: Door, service: ModelService, standings: Sequence[Standing]) -> None:
+def learn_own(shedder: LoadShedder, service: ModelService, stats_by_tier: Sequence[QueueStats]) -> None:
     """What the endpoints of this process can serve."""
-    count, loop = len(standings), service.loop
+    count, loop = len(stats_by_tier), service.loop
     if loop.is_capacity_known():
         capacity, batches = service.capacity_rps(), [loop.busy_size] * count
         call_s, lanes = loop.service_s, service.lane_counts()
-        door.learn([capacity] * count, batches, standings, call_s=call_s, burst_rps=capacity, lanes=lanes)
+        shedder.learn([capacity] * count, batches, stats_by_tier, call_s=call_s, burst_rps=capacity, lanes=lanes)
     else:
-        door.suppose(lambda: (service.fleet.healthy_slots() * loop.busy_size, loop.first_sent()), standings)
+        shedder.suppose(lambda: (service.fleet.healthy_slots() * loop.busy_size, loop.first_sent()), stats_by_tier)
 
 
 def learn_share(
-    door: Door,
+    shedder: LoadShedder,
     capacity: float,
     batch: float,
     others: Sequence[float],
-    standings: Sequence[Standing],
+    stats_by_tier: Sequence[QueueStats],
     batch_s: float,
     gateways: int,
 ) -> None:
@@ -105,16 +105,16 @@ def learn_share(
     what comes to it. So much of a low tier elsewhere takes nothing from a higher tier here. A burst may come to all of
     the gateways at once: each has an equal part for it, or one by what comes to it if that is more.
     """
-    part = max(1 / gateways, sum(door.rates) / max(sum(door.rates) + sum(others), SOME_RPS))
+    part = max(1 / gateways, sum(shedder.rates) / max(sum(shedder.rates) + sum(others), SOME_RPS))
     shares: list[float] = []
-    for own, elsewhere in zip(accumulate(door.rates), accumulate(others), strict=True):
+    for own, elsewhere in zip(accumulate(shedder.rates), accumulate(others), strict=True):
         # Whoever had nothing so far may be about to.
         share = max(own, SOME_RPS) / (max(own, SOME_RPS) + elsewhere)
         shares.append(max(capacity * share, capacity - elsewhere))
-    door.learn(
+    shedder.learn(
         shares,
         [batch * share / capacity for share in shares],
-        standings,
+        stats_by_tier,
         call_s=batch_s,
         burst_rps=capacity * part,
         elsewhere=[each * part for each in others],
@@ -122,6 +122,6 @@ def learn_share(
     )
 
 
-def wanted(doors: Mapping[str, Door]) -> dict[str, tuple[float, ...]]:
+def wanted(shedders: Mapping[str, LoadShedder]) -> dict[str, tuple[float, ...]]:
     """Requests a second that come, by model and tier; for the others to know."""
-    return {model: tuple(door.rates) for model, door in doors.items()}
+    return {model: tuple(shedder.rates) for model, shedder in shedders.items()}

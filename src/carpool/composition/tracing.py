@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from carpool.core.clock import Clock
 from carpool.core.events import Events
+from carpool.core.histograms import RequestSeconds
 from carpool.core.snapshot import TraceNumbers
-from carpool.core.tally import RequestSeconds
 from carpool.settings import Settings
 from carpool.settings.schema import TracingSettings
 from carpool.telemetry.otlp import Envelope

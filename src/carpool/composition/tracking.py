@@ -7,14 +7,14 @@ from pathlib import Path
 
 from msgspec import UNSET
 
-from carpool.composition.ground import Ground
+from carpool.composition.runtime import Runtime
 from carpool.core.errors import CarpoolError
 from carpool.core.snapshot import TrackingNumbers
-from carpool.core.story import RequestState
+from carpool.core.timeline import RequestState
 from carpool.settings import ConfigError, Settings, read_password
+from carpool.tracking.record_view import state_of_record
 from carpool.tracking.recorder import Recorder
 from carpool.tracking.stores import Store, StoreUnusableError
-from carpool.tracking.told import state_of_record
 
 logger = logging.getLogger("carpool.tracking")
 
@@ -39,21 +39,21 @@ def make_store(settings: Settings) -> Store | None:
     return PostgresStore(tracking.url, password=password, retention_days=tracking.retention_days)
 
 
-async def start_tracking(ground: Ground) -> Recorder | None:
+async def start_tracking(runtime: Runtime) -> Recorder | None:
     """Take down what happens from now on; None: tracking is off. Raises ConfigError if the store cannot be used."""
-    store = make_store(ground.settings)
+    store = make_store(runtime.settings)
     if store is None:
         return None
-    tiers = [tier.name for tier in ground.settings.tiers]
-    recorder = Recorder(store, tiers, buffer_max=ground.settings.tracking.buffer_max, clock=ground.clock)
+    tiers = [tier.name for tier in runtime.settings.tiers]
+    recorder = Recorder(store, tiers, buffer_max=runtime.settings.tracking.buffer_max, clock=runtime.clock)
     try:
         await recorder.start()
     except StoreUnusableError as fault:
         await recorder.close()
         raise ConfigError(f"tracking: {fault}") from None
     # Before anything else is opened, so that it is closed after all of it: then nothing more can happen.
-    ground.opened.push_async_callback(recorder.close)
-    ground.events.subscribe(recorder)
+    runtime.opened.push_async_callback(recorder.close)
+    runtime.events.subscribe(recorder)
     return recorder
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from carpool.broker.webhooks.addresses import Callbacks, allowed_host
 from carpool.broker.webhooks.deliverer import Deliverer, DeliveryTerms
 from carpool.broker.webhooks.signing import secret_of
-from carpool.composition.ground import Ground
+from carpool.composition.runtime import Runtime
 from carpool.core.snapshot import WebhookNumbers
 from carpool.core.webhook import Outbox
 from carpool.face.http.gateway import no_callbacks, task_json
@@ -30,9 +30,9 @@ def callback_check(webhooks: WebhookSettings) -> Callable[[str], str]:
     return lambda text: str(callbacks.check(text))
 
 
-def start_webhooks(ground: Ground, outbox: Outbox) -> Deliverer | None:
+def start_webhooks(runtime: Runtime, outbox: Outbox) -> Deliverer | None:
     """Send what is due, from now until this process leaves; None where no host is allowed."""
-    webhooks = ground.settings.webhooks
+    webhooks = runtime.settings.webhooks
     if not webhooks.hosts:
         if waiting := outbox.waiting()[0]:
             logger.warning("%d webhooks wait and are not sent: webhooks.hosts is empty", waiting)
@@ -64,8 +64,8 @@ def start_webhooks(ground: Ground, outbox: Outbox) -> Deliverer | None:
 
         return change
 
-    ground.reloads.append(prepare_reload)
-    ground.opened.push_async_callback(deliverer.close)
+    runtime.reloads.append(prepare_reload)
+    runtime.opened.push_async_callback(deliverer.close)
     deliverer.start()
     return deliverer
 

@@ -9,7 +9,7 @@
 4. Over Redis a gateway tells of what was admitted and settled, a batcher of what was taken and sent, and of tasks whose
    result it wrote. Each has a Request of its own for it, with the same id. Of a task that was deleted in Redis, or that
    nobody took in time, no process has one: whoever ended it tells that it is settled, with what is known of it.
-5. Where identical requests share a seat, each is admitted and settled; what is taken and sent is the seat, with the id
+5. Where identical requests are coalesced, each is admitted and settled; the leader is taken and sent, with the id
    of one of them.
 """
 
@@ -82,7 +82,7 @@ class Events:
 
     def admitted(self, request: Request) -> None:
         """A request came in."""
-        if not request.is_seat:
+        if not request.is_shared:
             for told in self.of_admitted:
                 try:
                     told(request)
@@ -115,7 +115,7 @@ class Events:
 
     def settled(self, request: Request, outcome: Outcome) -> None:
         """A request got its outcome."""
-        if not request.is_seat:
+        if not request.is_shared:
             for told in self._of_settled:
                 try:
                     told(request, outcome)
@@ -123,7 +123,7 @@ class Events:
                     self._failed()
 
     def all_settled(self, requests: Sequence[Request], outputs: Sequence[Output]) -> None:
-        """Requests of one model, at least one, got their outputs at the same time; some of them may be seats."""
+        """Requests of one model, at least one, got their outputs at the same time; some of them may be shared."""
         for told in self._of_all_settled:
             try:
                 told(requests, outputs)
@@ -146,7 +146,7 @@ def all_settled_of(subscriber: Subscriber) -> Callable[[Sequence[Request], Seque
 
     def tell_each(requests: Sequence[Request], outputs: Sequence[Output]) -> None:
         for request, output in zip(requests, outputs, strict=True):
-            if not request.is_seat:
+            if not request.is_shared:
                 subscriber.settled(request, output)
 
     return getattr(subscriber, "all_settled", tell_each)

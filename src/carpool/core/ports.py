@@ -29,8 +29,8 @@ class LaneQueue(Protocol):
     waiting_bytes: int
     # How many have ever arrived; batching derives the arrival rate from it.
     arrivals: int
-    # The lane of offenders, who share no batch with others.
-    is_apart: bool
+    # The lane of quarantined owners, who share no batch with others.
+    is_quarantined: bool
     # What batching keeps about the lane (its arrival rate); None at first, lost when the lane is dropped.
     batching_notes: Any
 
@@ -64,7 +64,7 @@ class LaneCounts(Protocol):
         ...
 
 
-class Standing(Protocol):
+class QueueStats(Protocol):
     """Who waits of one model and tier: synchronous requests alone, or tasks alone."""
 
     @property
@@ -185,8 +185,8 @@ class Broker(RequestQueue, Outcomes, Protocol):
         """Bytes of the inputs of one model that were taken and have no outcome yet."""
         ...
 
-    def when_bytes_free(self, model: str, ring: Callable[[], None]) -> None:
-        """Have `ring` called when `bytes_running` of `model` has become less."""
+    def when_bytes_free(self, model: str, notify: Callable[[], None]) -> None:
+        """Have `notify` called when `bytes_running` of `model` has become less."""
         ...
 
     def when_work_arrives(self, model: str, arrived: Callable[[LaneQueue], None]) -> None:
@@ -232,16 +232,16 @@ class Slots(Protocol):
         """Slots that could take a batch now."""
         ...
 
-    def free_apart(self) -> int:
-        """Slots that could take a batch of offenders now."""
+    def free_for_quarantined(self) -> int:
+        """Slots that could take a batch of quarantined owners now."""
         ...
 
-    def is_apart_due(self) -> bool:
-        """Whether offenders have waited so long that a batch of them goes before others."""
+    def is_quarantined_due(self) -> bool:
+        """Whether quarantined owners have waited so long that a batch of them goes before others."""
         ...
 
-    def when_slot_frees(self, ring: Callable[[], None]) -> None:
-        """Have `ring` called when a slot becomes free."""
+    def when_slot_frees(self, notify: Callable[[], None]) -> None:
+        """Have `notify` called when a slot becomes free."""
         ...
 
 
@@ -252,8 +252,8 @@ class Dispatcher(Protocol):
         """The most requests of a lane that should be in a batch now, at most `max_batch`."""
         ...
 
-    def dispatch(self, batch: list[Request], ring: Callable[[float], None]) -> None:
-        """Take a free slot (there is one), make the call in the background; `ring(seconds)` when it has ended."""
+    def dispatch(self, batch: list[Request], notify: Callable[[float], None]) -> None:
+        """Take a free slot (there is one), make the call in the background; `notify(seconds)` when it has ended."""
         ...
 
 
@@ -369,7 +369,7 @@ class Caller(msgspec.Struct, frozen=True):
         return self.is_anonymous or owner == self.owner
 
 
-class Wishes(msgspec.Struct, frozen=True):
+class RequestOptions(msgspec.Struct, frozen=True):
     """What a client says about how its request is to be treated."""
 
     # Seconds until its answer is of no use any more; None: it does not say.
@@ -381,7 +381,7 @@ class Wishes(msgspec.Struct, frozen=True):
     trace: Trace | None = None
 
 
-NO_WISHES = Wishes()
+NO_OPTIONS = RequestOptions()
 
 
 # What is the same for requests that have the same result: model, parameters, lane, owner (or ""), input; or a digest.
@@ -420,18 +420,22 @@ class FarResults(Protocol):
 class Sharing(Protocol):
     """Lets requests in whose model gives the same output for the same input."""
 
-    def ask(self, request: Request, wishes: "Wishes") -> CarpoolError | None:
+    def ask(self, request: Request, options: "RequestOptions") -> CarpoolError | None:
         """Let a synchronous request in, or say why not. It may have its outcome when this returns."""
         ...
 
-    def needing(self, requests: Sequence[Request], wishes: "Wishes", told: Callable[[Sequence[Request]], None]) -> None:
+    def needing(
+        self, requests: Sequence[Request], options: "RequestOptions", told: Callable[[Sequence[Request]], None]
+    ) -> None:
         """Tell those of one call that must be let in, since neither a result nor another request serves them.
 
         Once: at once, or soon, where others have to be asked for results. Then each is to be asked for, with `ask`.
         """
         ...
 
-    def submit(self, request: Request, wishes: "Wishes", accepted: Callable[[CarpoolError | None], None]) -> None:
+    def submit(
+        self, request: Request, options: "RequestOptions", accepted: Callable[[CarpoolError | None], None]
+    ) -> None:
         """Let a task in: `accepted(None)` once it is safe, or `accepted(error)`."""
         ...
 
@@ -455,7 +459,7 @@ class EarlyRefusals(Protocol):
     """Which synchronous requests are refused before their body is read."""
 
     # For how many more of each tier there was room when that was last counted: with some left, none is refused.
-    rooms: Sequence[float]
+    headroom: Sequence[float]
 
     def refusal(self, caller: Caller) -> CarpoolError | None:
         """Why a request of this caller is refused, whatever is in its body; None if it is not, as far as is known."""
@@ -463,21 +467,21 @@ class EarlyRefusals(Protocol):
 
 
 # Header lines that tell a caller what is left of its limit (b"": nothing to tell), or why it does not come in.
-Entry = bytes | CarpoolError
+LimitVerdict = bytes | CarpoolError
 
 
 class RateLimits(Protocol):
     """How often owners may come in. Only for callers with a limit."""
 
-    def enter(self, caller: Caller) -> Entry | None:
+    def enter(self, caller: Caller) -> LimitVerdict | None:
         """One more request of this caller. None: that is not known yet; then `when_known` must be called at once."""
         ...
 
-    def enter_many(self, caller: Caller, cost: int) -> Entry | None:
+    def enter_many(self, caller: Caller, cost: int) -> LimitVerdict | None:
         """The same for a call that counts as `cost` requests: all of it comes in, or nothing."""
         ...
 
-    def when_known(self, caller: Caller, known: Callable[[Entry], None], cost: int = 1) -> None:
+    def when_known(self, caller: Caller, known: Callable[[LimitVerdict], None], cost: int = 1) -> None:
         """Have `known` called, later and once, with what `enter`, or `enter_many`, could not tell."""
         ...
 

@@ -28,7 +28,7 @@ from carpool.core.trace import Trace
 logger = logging.getLogger("carpool")
 
 ADMITTED, QUEUED, RUNNING, DONE = 0, 1, 2, 3
-# The end of the lane keys of offenders: no parameters, and no lane of a codec, end like this.
+# The end of the lane keys of quarantined owners: no parameters, and no lane of a codec, end like this.
 APART = b"\0\0apart"
 # How the lanes go on of requests that were sent before, and are sent with their like, or alone: this, and which ones.
 AGAIN = b"\0again"
@@ -87,15 +87,15 @@ class Request(msgspec.Struct, eq=False):
     # A task outlives its client and this process; a synchronous request does not.
     is_task: bool = False
     # It stands for several clients' requests, which are counted in its place.
-    is_seat: bool = False
+    is_shared: bool = False
     # The call that it is part of was let in as a whole: nobody refuses it for load.
     is_judged: bool = False
     # For models whose results are kept: the key of its result; the result that was found for a task, or who waits for
     # another one.
     result_key: Any = None
     result: Any = None
-    # Its owner is an offender: it rides with offenders only. Kept by the broker.
-    is_apart: bool = False
+    # Its owner is quarantined: it shares a batch with quarantined owners only. Kept by the broker.
+    is_quarantined: bool = False
     # More than its owner's share waits already: it waits behind others of its tier. Kept by the broker (Redis).
     is_over: bool = False
     # It was let in with a burst (admission/shedding.py): it waits behind others of its tier, and of higher ones.
@@ -125,11 +125,11 @@ class Request(msgspec.Struct, eq=False):
     @property
     def lane_key(self) -> bytes:
         """Requests of one model with the same lane key may share a batch."""
-        return self.common_key + APART if self.is_apart else self.common_key
+        return self.common_key + APART if self.is_quarantined else self.common_key
 
     @property
     def common_key(self) -> bytes:
-        """The lane key that it would have if nobody rode apart."""
+        """The lane key that it would have if no owner were quarantined."""
         return self.parameters + b"\0" + self.lane if self.lane else self.parameters
 
     @property

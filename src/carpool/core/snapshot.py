@@ -11,7 +11,7 @@ from typing import Annotated, ClassVar, Literal, NamedTuple
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from carpool.core.tally import Histogram
+from carpool.core.histograms import Histogram
 
 Status = Literal["healthy", "degraded", "draining"]
 # How requests are served now: by batchers, by this process itself, or not at all.
@@ -48,7 +48,7 @@ class Health(Page, frozen=True, kw_only=True):
     batchers: Annotated[int, Meta(description="who live")] | UnsetType = UNSET
 
 
-class EndpointState(Page, frozen=True, kw_only=True):
+class EndpointHealth(Page, frozen=True, kw_only=True):
     """One endpoint of a model."""
 
     endpoint: str
@@ -75,8 +75,10 @@ class ModelState(Page, frozen=True, kw_only=True):
     slots: int
     healthy_slots: Annotated[int, Meta(description="calls that the endpoints that work may have at once")]
     capacity_rps: Annotated[float, Meta(description="healthy slots x batch when all are busy / seconds a batch takes")]
-    endpoints: Sequence[EndpointState]
-    offenders: Annotated[Sequence[str], Meta(description="owners whose inputs keep being refused, and who ride apart")]
+    endpoints: Sequence[EndpointHealth]
+    quarantined: Annotated[
+        Sequence[str], Meta(description="owners whose inputs keep being refused, and who share no batch with others")
+    ]
 
 
 class MemberState(Page, frozen=True, kw_only=True):
@@ -105,7 +107,7 @@ class ModelShare(Page, frozen=True, kw_only=True):
     rate: float
     mean_batch_size: float
     capacity_rps: float
-    offenders: Sequence[str]
+    quarantined: Sequence[str]
 
 
 class BatcherState(MemberState, frozen=True, kw_only=True):
@@ -207,7 +209,7 @@ class OutcomeNumbers(Numbers, frozen=True, kw_only=True):
     dead_letter_bytes: Annotated[int, gauge("Bytes of the dead letters that are kept.")]
 
 
-class DoorNumbers(Numbers, frozen=True, kw_only=True):
+class SheddingNumbers(Numbers, frozen=True, kw_only=True):
     """The clients' side."""
 
     shown = "gateways, alone"
@@ -235,8 +237,8 @@ class DoorNumbers(Numbers, frozen=True, kw_only=True):
     wait_error_seconds: Annotated[
         PairHistograms,
         histogram(
-            "By how many seconds the wait that the door predicted was longer (`too-high`) or shorter (`too-low`) than "
-            "the wait that was; a sample. Waiting for company is not predicted.",
+            "By how many seconds the wait that the load shedder predicted was longer (`too-high`) or shorter "
+            "(`too-low`) than the wait that was; a sample. Waiting for company is not predicted.",
             "model",
             "direction",
         ),
@@ -254,8 +256,8 @@ class CacheNumbers(Numbers, frozen=True, kw_only=True):
     cache_lookups: Annotated[
         Counts,
         counter(
-            "Requests to models whose results are kept: the result was there (`hit`), they shared the seat of an "
-            "identical one (`shared`), they had a seat of their own (`miss`), or nobody asked twice lately and they "
+            "Requests to models whose results are kept: the result was there (`hit`), they shared an "
+            "identical one (`shared`), they were sent (`miss`), or no client asked twice lately and they "
             "were sent without a look (`passed`).",
             "result",
         ),
@@ -286,7 +288,7 @@ class ModelNumbers(Numbers, frozen=True, kw_only=True):
             "what",
         ),
     ]
-    offenders: Annotated[int, gauge("Owners whose inputs keep being refused, and who ride apart.")]
+    quarantined: Annotated[int, gauge("Owners whose inputs keep being refused, and who share no batch with others.")]
     slots: Annotated[Counts, gauge("Slots by state.", "state")]
     healthy_slots: Annotated[int, gauge("Calls that the endpoints that work may have at once.")]
     capacity_rps: Annotated[float, gauge("Requests a second that the healthy slots can serve.")]

@@ -71,7 +71,7 @@ class OncePerTurn:
         # It was asked for, and will be done.
         self.is_due = False
 
-    def ring(self) -> None:
+    def notify(self) -> None:
         """Ask for it."""
         if not self.is_due:
             self.is_due = True
@@ -113,7 +113,7 @@ class SharedTurns:
         """Call `work`, which has just come: at once, if there is time. Of several for whom some waits each has one in
         turn, however much the others have.
         """
-        self._ring()
+        self._notify()
         if self._spent_s > TURN_S:
             self._new.setdefault(whose, deque()).append(work)
         else:
@@ -121,14 +121,14 @@ class SharedTurns:
 
     def later(self, work: Callable[[], None]) -> None:
         """Call `work`, of which some was done, in a later turn."""
-        self._ring()
+        self._notify()
         self._left.append(work)
 
-    def _ring(self) -> None:
+    def _notify(self) -> None:
         if self._next is None:
             self._next = OncePerTurn(self._turn)
         if not self._is_resting:
-            self._next.ring()
+            self._next.notify()
 
     def _turn(self) -> None:
         too_long_s = self._spent_s - LONG_TURN_S
@@ -149,7 +149,7 @@ class SharedTurns:
             self._do_waiting(self._left)
             number, is_first = number - 1, False
         if self._new or self._left or self._spent_s:
-            self._ring()
+            self._notify()
 
     def _do_waiting(self, queue: deque[Callable[[], None]]) -> None:
         try:

@@ -24,7 +24,7 @@ from carpool.core.clock import Clock, monotonic
 from carpool.core.errors import CarpoolError, ClientLeft, InternalError, UnknownModel, without_frames
 from carpool.core.names import ProtocolName
 from carpool.core.outcome import Outcome, Output
-from carpool.core.ports import NO_WISHES, Admission, Caller, Cancels, Peer, Sharing, TaskBoard, Wishes
+from carpool.core.ports import NO_OPTIONS, Admission, Caller, Cancels, Peer, RequestOptions, Sharing, TaskBoard
 from carpool.core.request import Request, Waiter
 from carpool.core.task import StoredTask
 from carpool.core.tensors import Data, as_input
@@ -38,7 +38,7 @@ logger = logging.getLogger("carpool.face")
 # So many requests of a call are made in a turn of the event loop: each takes some microseconds.
 PREPARED_A_TURN = 256
 # Told all outcomes of a call, or one error and the number of the input that it is of.
-Answer = Callable[[Sequence[Any], int | None], None]
+WhenAllEnded = Callable[[Sequence[Any], int | None], None]
 # Makes of an output, as it comes, what is kept of it.
 Came = Callable[[int, Output], Any]
 # How many of the last requests can be asked for at /internal/requests/{id}.
@@ -172,7 +172,7 @@ class Intake:
         waiter: Waiter,
         ticket: Any = None,
         client_id: str = "",
-        wishes: Wishes = NO_WISHES,
+        options: RequestOptions = NO_OPTIONS,
     ) -> Request:
         """Let a synchronous request in. One that is refused has its outcome, the refusal, when this returns.
 
@@ -199,8 +199,8 @@ class Intake:
             caller.owner,
             client_id,
         )
-        if wishes is not NO_WISHES:
-            apply(wishes, request)
+        if options is not NO_OPTIONS:
+            apply(options, request)
         if model.prepare is not None:
             model.prepare(request)
             self._recent.add(request)
@@ -210,7 +210,7 @@ class Intake:
             self._add_plain(request)
         gate, limit = self._gate, caller.limit
         if limit is None or not limit.concurrent or (refusal := gate.hold(request, limit.concurrent)) is None:
-            refusal = gate.admit(request) if model.sharing is None else model.sharing.ask(request, wishes)
+            refusal = gate.admit(request) if model.sharing is None else model.sharing.ask(request, options)
         if refusal is not None:
             request.settle(refusal, now)  # and the ring must not keep inputs of those who were refused
         return request
@@ -223,12 +223,12 @@ class Intake:
         parameters: bytes,
         values: Sequence[bytes],
         request_id: str,
-        answer: "Answer",
+        answer: "WhenAllEnded",
         came: "Came | None" = None,
-        wishes: Wishes = NO_WISHES,
+        options: RequestOptions = NO_OPTIONS,
         begin_trace: Callable[[], Trace | None] | None = None,
         route: str = "",
-    ) -> "Group":
+    ) -> "RequestGroup":
         """Let the inputs of one call in, all or none; `answer` is told all outcomes in their order, or one error.
 
         The first that is refused, or fails, ends the others; its number is told with its error, which is None where
@@ -237,9 +237,9 @@ class Intake:
         """
         if caller.models is not None and model.name not in caller.models:
             raise self._unknown_to(caller)
-        group = Group(self, answer, came, len(values), route)
+        group = RequestGroup(self, answer, came, len(values), route)
         if values:
-            coming = _Coming(group, caller, model, parameters, values, request_id, wishes, begin_trace)
+            coming = _Coming(group, caller, model, parameters, values, request_id, options, begin_trace)
             if len(values) > PREPARED_A_TURN:
                 self.turns.now(partial(self._prepare_some, coming))
             else:
@@ -299,13 +299,13 @@ class Intake:
         return request
 
     def _let_in(self, coming: "_Coming") -> None:
-        requests, wishes, settings = coming.requests, coming.wishes, self._settings
+        requests, options, settings = coming.requests, coming.options, self._settings
         gate, limit, sharing, now = self._gate, coming.caller.limit, coming.model.sharing, self._clock()
         place, deadline = now + settings.tier_target_s[coming.caller.tier], now + settings.total_timeout_s
         for request in requests:
             request.arrived, request.place, request.deadline = now, place, deadline
-            if wishes is not NO_WISHES:
-                apply(wishes, request)
+            if options is not NO_OPTIONS:
+                apply(options, request)
             if coming.begin_trace is not None:
                 request.trace = coming.begin_trace()
         self._recent.extend(requests)
@@ -317,10 +317,10 @@ class Intake:
         elif sharing is None:
             self._judge(requests, coming)
         else:  # which may take a moment
-            sharing.needing(requests, wishes, lambda needing: self._guarded(coming, partial(self._judge, needing)))
+            sharing.needing(requests, options, lambda needing: self._guarded(coming, partial(self._judge, needing)))
 
     def _judge(self, needing: Sequence[Request], coming: "_Coming") -> None:
-        """Let a call in of which these need a seat, or say why not."""
+        """Let a call in of which these must be sent, or say why not."""
         refusal = self._gate.judge_all(needing) if needing and not coming.group.is_over else None
         if refusal is not None:
             self._refuse_all(coming, refusal)
@@ -332,14 +332,14 @@ class Intake:
         coming.group.fail(refusal)
 
     def _admit_all(self, coming: "_Coming") -> None:
-        group, requests, wishes = coming.group, coming.requests, coming.wishes
+        group, requests, options = coming.group, coming.requests, coming.options
         gate, sharing, now = self._gate, coming.model.sharing, self._clock()
         for number, request in enumerate(requests):
             if group.is_over:  # what came before has failed: nobody waits for the rest
                 self._end_all(requests[number:], ClientLeft("the client left"))
                 return
             group.requests.append(request)
-            refusal = gate.admit(request) if sharing is None else sharing.ask(request, wishes)
+            refusal = gate.admit(request) if sharing is None else sharing.ask(request, options)
             if refusal is not None:
                 group.requests.pop()
                 request.settle(refusal, now)
@@ -362,7 +362,7 @@ class Intake:
         value: bytes,
         client_id: str = "",
         callback_url: str = "",
-        wishes: Wishes = NO_WISHES,
+        options: RequestOptions = NO_OPTIONS,
         accepted: Callable[[Request, CarpoolError | None], None],
     ) -> None:
         """Let a task in: `accepted(request, None)` once it is safe, or `accepted(request, error)`. Raises as `ask`.
@@ -390,8 +390,8 @@ class Intake:
             client_id=client_id,
             callback_url=callback_url,
         )
-        if wishes is not NO_WISHES:
-            apply(wishes, request)
+        if options is not NO_OPTIONS:
+            apply(options, request)
         if model.prepare is not None:
             model.prepare(request)
         self._recent.add(request)
@@ -404,7 +404,7 @@ class Intake:
         if model.sharing is None:
             self._gate.admit_task(request, told)
         else:
-            model.sharing.submit(request, wishes, told)
+            model.sharing.submit(request, options, told)
 
     def look(
         self,
@@ -437,11 +437,11 @@ class Intake:
         return found if found is None or sharing is None else sharing.own(found)
 
 
-def apply(wishes: Wishes, request: Request) -> None:
+def apply(options: RequestOptions, request: Request) -> None:
     """Treat a request as its client wishes, as far as that shows in the request."""
-    request.trace = wishes.trace
-    if wishes.timeout_s is not None:
-        shorten(request, wishes.timeout_s)
+    request.trace = options.trace
+    if options.timeout_s is not None:
+        shorten(request, options.timeout_s)
 
 
 def shorten(request: Request, timeout_s: float) -> None:
@@ -454,10 +454,10 @@ def shorten(request: Request, timeout_s: float) -> None:
         request.deadline, request.own_timeout_s = deadline, timeout_s
 
 
-class Group:
+class RequestGroup:
     """Requests of one call: it waits for all of their outcomes, or for the first error."""
 
-    def __init__(self, intake: Intake, answer: Answer, came: Came | None, size: int, route: str = "") -> None:
+    def __init__(self, intake: Intake, answer: WhenAllEnded, came: Came | None, size: int, route: str = "") -> None:
         self._intake = intake
         self._answer = answer
         self._came = came
@@ -521,18 +521,18 @@ class Group:
 class _Coming(msgspec.Struct, eq=False):
     """A call that is about to come in."""
 
-    group: Group
+    group: RequestGroup
     caller: Caller
     model: ServedModel
     parameters: bytes
     values: Sequence[bytes]
     request_id: str
-    wishes: Wishes
+    options: RequestOptions
     begin_trace: Callable[[], Trace | None] | None
     requests: list[Request] = []
 
 
-def _tell(answer: Answer, outcomes: Sequence[Any], number: int | None) -> None:
+def _tell(answer: WhenAllEnded, outcomes: Sequence[Any], number: int | None) -> None:
     """Whatever goes wrong where an answer is written, its client is told that."""
     try:
         answer(outcomes, number)

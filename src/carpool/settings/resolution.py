@@ -51,7 +51,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     body_bytes_max: int
     # Numbers of the tiers whose requests are tasks where neither the client nor its key says.
     task_tiers: frozenset[int]
-    # Results are kept, and identical requests share a seat.
+    # Results are kept, and identical requests are coalesced.
     is_cached: bool
     # What one owner asked for is never given to another.
     is_cached_by_owner: bool

@@ -155,7 +155,9 @@ class BatchingSettings(Section, frozen=True):
     ] = 512 * MIB
     max_wait_ms: Annotated[float, doc("longest wait for company while a slot is free", ge=0, le=100)] = 50.0
     policy: Annotated[PolicyName, doc("how to decide between sending and waiting")] = "adaptive"
-    busy_share: Annotated[Share, doc("`adaptive`: share of the slots it may keep busy for the sake of latency")] = 0.75
+    slots_busy_max_share: Annotated[
+        Share, doc("`adaptive`: share of the slots it may keep busy for the sake of latency")
+    ] = 0.75
     fill_target: Annotated[Share, doc("`pid`: the fill ratio of batches to hold")] = 0.8
 
 
@@ -178,7 +180,7 @@ class UpstreamSettings(Section, frozen=True):
     backoff_ms: Annotated[
         float, doc("upper bound of the first pause between attempts; doubles each time, full jitter", ge=0, le=60_000)
     ] = 50.0
-    isolation_share: Annotated[
+    bisect_slot_share: Annotated[
         Share,
         doc(
             "share of the slots' time that the search for bad inputs, and batches of clients that keep "
@@ -355,9 +357,9 @@ class BrokerSettings(Section, frozen=True):
     ] = None
     order: Annotated[
         Literal["deadline", "strict"],
-        doc("`deadline`: arrival + the tier's target; `strict`: higher tiers always first, but for `trickle`"),
+        doc("`deadline`: arrival + the tier's target; `strict`: higher tiers first, but for `lowest_tier_min_share`"),
     ] = "deadline"
-    trickle: Annotated[
+    lowest_tier_min_share: Annotated[
         float, doc("`strict`: share of what is served that the lowest tier gets all the same", ge=0, le=0.5)
     ] = 0.05
 
@@ -379,7 +381,7 @@ class TaskSettings(Section, frozen=True):
         ),
     ] = 4 * GIB
     waiting_max: Annotated[Count, doc("tasks without an outcome at once (503 for new ones)")] = 50_000
-    patience_ms: Annotated[
+    delay_ms: Annotated[
         float, doc("a task's place in the order is this much later than a synchronous request's", ge=0, le=600_000)
     ] = 5000.0
     wait_ms_max: Annotated[Count, doc("longest long poll")] = 30_000
@@ -465,7 +467,7 @@ class LimitSettings(Section, frozen=True):
 
 
 class SheddingSettings(Section, frozen=True):
-    """Whom the door refuses when more comes than can be served in time (503)."""
+    """Whom the load shedder refuses when more comes than can be served in time (503)."""
 
     mode: Annotated[
         Literal["predicted", "thresholds", "off"],
@@ -489,7 +491,7 @@ class SheddingSettings(Section, frozen=True):
 
 
 class CacheSettings(Section, frozen=True):
-    """Results that are kept, and identical requests that share one seat. For models whose answers do not vary."""
+    """Results that are kept, and identical requests that are coalesced. For models whose answers do not vary."""
 
     enabled: Annotated[bool, doc("whether models use it that do not say so themselves (`models.….cache`)")] = False
     ttl_s: Annotated[Seconds, doc("how long a result is kept")] = 300.0
@@ -609,7 +611,7 @@ class TracingSettings(Section, frozen=True):
     ] = 0.01
     errors_per_second: Annotated[
         int,
-        doc("requests that failed are kept up to this rate; those refused at the door by ratio", ge=0, le=1_000_000),
+        doc("requests that failed are kept up to this rate; those refused on admission by ratio", ge=0, le=1_000_000),
     ] = 100
     follow_callers: Annotated[
         bool,
@@ -632,7 +634,7 @@ class TierSettings(Section, frozen=True):
     wait_max_ms: Annotated[
         float,
         doc(
-            "who would wait longer for a slot is refused at the door (`shedding.mode`); where no tiers are configured "
+            "who would wait longer for a slot is refused on admission (`shedding.mode`); where no tiers are configured "
             "it is 1000 for enterprise, 500 for paid, 250 for free",
             ge=1,
             le=86_400_000,

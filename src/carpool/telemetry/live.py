@@ -19,6 +19,7 @@ import msgspec
 
 from carpool.core.batch import Batch
 from carpool.core.events import Subscriber
+from carpool.core.histograms import split_seconds
 from carpool.core.live import (
     BATCHES_MAX,
     LANES_MAX,
@@ -36,8 +37,7 @@ from carpool.core.live import (
 )
 from carpool.core.outcome import NO_CALL, Outcome, Output
 from carpool.core.request import Request, facts_of_failure
-from carpool.core.snapshot import DoorNumbers, FleetState, OutcomeNumbers, Snapshot
-from carpool.core.tally import split_seconds
+from carpool.core.snapshot import FleetState, OutcomeNumbers, SheddingNumbers, Snapshot
 
 Item = TypeVar("Item")
 Key = TypeVar("Key")
@@ -163,8 +163,8 @@ class Collector(Subscriber):
     ) -> LivePart:
         """The time since the last cut, which ends here."""
         numbers = {type(each): each for each in snapshot.numbers}
-        outcomes, door = numbers.get(OutcomeNumbers), numbers.get(DoorNumbers)
-        shed = self._newly_shed(door) if isinstance(door, DoorNumbers) else [0] * len(self._tier_names)
+        outcomes, shedder = numbers.get(OutcomeNumbers), numbers.get(SheddingNumbers)
+        shed = self._newly_shed(shedder) if isinstance(shedder, SheddingNumbers) else [0] * len(self._tier_names)
         self._number += 1
         # Those under way first: they are what is seen longest.
         batches = [*self._running.values(), *self._ended]
@@ -183,7 +183,7 @@ class Collector(Subscriber):
             slow=tuple(slow for _, _, slow, _ in self._slow),
             lanes=tuple(lanes)[:LANES_MAX],
             requests=_whole(outcomes.requests) if isinstance(outcomes, OutcomeNumbers) else {},
-            problems=_whole(door.problems) if isinstance(door, DoorNumbers) else {},
+            problems=_whole(shedder.problems) if isinstance(shedder, SheddingNumbers) else {},
         )
         self._cut_at = now
         self._shown.extend(request for *_, request in self._slow)
@@ -195,12 +195,12 @@ class Collector(Subscriber):
         slow = (*self._shown, *(request for *_, request in self._slow))
         return next((request for request in slow if request.id == request_id), None)
 
-    def _newly_shed(self, door: DoorNumbers) -> list[int]:
-        before, self._shed = self._shed, door.shed
+    def _newly_shed(self, shedder: SheddingNumbers) -> list[int]:
+        before, self._shed = self._shed, shedder.shed
         if before is None:
             return [0] * len(self._tier_names)
         return [
-            sum(int(count - before.get(key, 0)) for key, count in door.shed.items() if key[1] == tier)
+            sum(int(count - before.get(key, 0)) for key, count in shedder.shed.items() if key[1] == tier)
             for tier in self._tier_names
         ]
 

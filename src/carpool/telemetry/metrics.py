@@ -11,15 +11,15 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Exemplar
 
 from carpool.core import snapshot as shapes
+from carpool.core.histograms import Histogram
 from carpool.core.snapshot import ModelNumbers, Numbers, Shown, Shows, Snapshot
-from carpool.core.tally import Histogram
 
 PROMETHEUS = b"text/plain; version=0.0.4; charset=utf-8"
 OPEN_METRICS = b"application/openmetrics-text"
 generate_open_metrics: Callable[[CollectorRegistry], bytes] = openmetrics.generate_latest
 KINDS: tuple[type[Numbers], ...] = (
     shapes.OutcomeNumbers,
-    shapes.DoorNumbers,
+    shapes.SheddingNumbers,
     shapes.CacheNumbers,
     shapes.ModelNumbers,
     shapes.JournalNumbers,

@@ -20,9 +20,9 @@ from carpool.core.batch import Batch
 from carpool.core.clock import Clock
 from carpool.core.errors import CarpoolError, ClientLeft
 from carpool.core.events import Subscriber
+from carpool.core.histograms import RequestSeconds
 from carpool.core.outcome import CallFacts, Outcome, Output
 from carpool.core.request import Request
-from carpool.core.tally import RequestSeconds
 from carpool.core.timers import Every
 from carpool.core.trace import (
     ASKED,
@@ -226,9 +226,9 @@ class Tracer(Subscriber):
         for request, output in zip(requests, outputs, strict=True):
             trace = request.trace
             if trace is not None and trace.is_sampled:
-                if not request.is_seat:
+                if not request.is_shared:
                     kept.append((request, output.call))
-            elif request.arrived <= slow_before and not (request.is_task or request.is_seat):
+            elif request.arrived <= slow_before and not (request.is_task or request.is_shared):
                 slowest.add(request.ended - request.arrived, (request, output.call))
         for start in range(0, len(kept), PACKED_MIN):  # so that no turn has to pack more of them at once
             some = kept[start : start + PACKED_MIN]
@@ -266,7 +266,7 @@ class Tracer(Subscriber):
         batch = request.batch
         if batch is not None and batch.trace is not None and not batch.trace.is_written:
             links = batch.trace.links
-            if len(links) < LINKS_MAX and trace not in links:  # thousands may share a seat: nobody looks through all
+            if len(links) < LINKS_MAX and trace not in links:  # thousands may share a request: no reader looks at all
                 links.append(trace)
             if batch.ended:
                 self._write_batch(batch, batch.trace)

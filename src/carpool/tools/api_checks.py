@@ -14,7 +14,7 @@ from carpool.core.finding import Change, Finding, Level
 from carpool.settings import total_timeout_s
 from carpool.settings.schema import ModelSettings, Settings, UpstreamSettings
 from carpool.upstream.codecs.base import Refusal
-from carpool.upstream.endpoint import Answer
+from carpool.upstream.endpoint import UpstreamResponse
 
 # The names that APIs give to their inputs and outputs.
 USUAL_FIELDS = (
@@ -46,7 +46,7 @@ class Tried(msgspec.Struct, frozen=True):
     size: int
     seconds: float
     # None: there was none.
-    answer: Answer | None = None
+    answer: UpstreamResponse | None = None
     # Why it is no good; "" if it is.
     fault: str = ""
     # What an error status means.

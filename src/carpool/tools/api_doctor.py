@@ -46,7 +46,7 @@ from carpool.tools.doctor_checks import merged
 from carpool.upstream.call_ids import CallIds
 from carpool.upstream.client import make_session, without_secrets
 from carpool.upstream.codecs import ProtocolFaultError
-from carpool.upstream.endpoint import Answer, AttemptFailedError, ConnectionFailedError, Endpoint
+from carpool.upstream.endpoint import AttemptFailedError, ConnectionFailedError, Endpoint, UpstreamResponse
 from carpool.upstream.fleet import Address
 from carpool.upstream.health import HasPages
 from carpool.upstream.tls import UpstreamSecurity
@@ -244,7 +244,7 @@ class ApiDoctor:
             return replace(tried, seconds=time.monotonic() - began, fault=str(failure))
         seconds = time.monotonic() - began
         # Parts of it are shown, and it may repeat the headers of the call.
-        shown = Answer(answer.status, without_secrets(model.security.headers(), answer.body))
+        shown = UpstreamResponse(answer.status, without_secrets(model.security.headers(), answer.body))
         tried = replace(tried, seconds=seconds, answer=shown)
         if not tried.is_accepted:
             refusal = face.codec.classify(answer, size, call_id)

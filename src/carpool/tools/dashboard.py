@@ -177,7 +177,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
         ),
         Panel(
             "Shed by tier",
-            "Who is refused at the door, because it would wait too long.",
+            "Requests refused on admission, because they would wait too long.",
             "reqps",
             (Line(total("carpool_shed", "tier"), "{{tier}}"),),
             is_stacked=True,
@@ -205,7 +205,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
         ),
         Panel(
             "Is the predicted wait right?",
-            "How far the door's prediction is off: nine of ten are better than this.",
+            "How far the load shedder's prediction is off: nine of ten are better than this.",
             "s",
             (Line(quantile(0.9, "carpool_wait_error_seconds", "direction"), "{{direction}}"),),
         ),
@@ -245,11 +245,11 @@ ROWS: dict[str, tuple[Panel, ...]] = {
         ),
         Panel(
             "Refused batches",
-            "Searches for bad inputs, and owners who ride apart.",
+            "Searches for bad inputs, and quarantined owners.",
             "ops",
             (
                 Line(total("carpool_isolation", "what"), "{{what}}"),
-                Line(gauge("carpool_offenders", "", "max"), "offenders"),
+                Line(gauge("carpool_quarantined", "", "max"), "quarantined owners"),
             ),
         ),
     ),

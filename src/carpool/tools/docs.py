@@ -140,13 +140,13 @@ QUESTIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "healthy_slots",
         ),
     ),
-    ("Who is refused at the door?", ("shed", "rate_limit_asks", "rate_limit_failures")),
+    ("Who is refused on admission?", ("shed", "rate_limit_asks", "rate_limit_failures")),
     ("Are Carpool's estimates right, or do they drift?", ("arrival_error_ratio", "wait_error_seconds")),
     (
         "Does somebody send bad inputs? What was given up on?",
         (
             "isolation",
-            "offenders",
+            "quarantined",
             "dead_letters",
             "dead_letters_kept",
             "dead_letter_bytes",

@@ -16,7 +16,7 @@ from carpool.broker.redis.fleet.servers import (
     Deployment,
     Inspection,
     NoWayInError,
-    Server,
+    RedisServer,
     at,
     no_answer,
     node_facts,
@@ -168,7 +168,7 @@ class Doctor:
                     break
         return found
 
-    async def _note_stream(self, server: Server, name: bytes, found: "Found") -> None:
+    async def _note_stream(self, server: RedisServer, name: bytes, found: "Found") -> None:
         replies = self._keys.namespace + b":replies:{"
         if name.startswith(replies) and name.endswith(b"}"):
             ttl_s = await server.ask("TTL", name)

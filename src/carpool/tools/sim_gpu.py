@@ -27,7 +27,7 @@ from carpool.face.http.exchange import Exchange
 from carpool.face.http.server import HttpServer
 from carpool.face.http.state import HttpLimits
 from carpool.tools.sim_tensors import TensorAnswer, read_tensors
-from carpool.upstream.endpoint import Answer
+from carpool.upstream.endpoint import UpstreamResponse
 from carpool.upstream.simulated import (
     GpuStats,
     SeenInputs,
@@ -85,7 +85,7 @@ class GpuServer:
             self._refuse(exchange, 404, f"there are {paths}")
 
     def _infer(self, exchange: Exchange, tensor_model: str | None) -> None:
-        def done(answer: Answer | None) -> None:
+        def done(answer: UpstreamResponse | None) -> None:
             exchange.when_client_leaves = None
             if answer is None:
                 _reset(exchange)

@@ -9,13 +9,13 @@ from carpool.core.finite import finite_float
 from carpool.core.tensors import Data, RawTensor, is_packed, pack, pack_tensors, unpack, unpack_tensors
 from carpool.face.http.v2_wire import V2Call, parse_call, write_answer
 from carpool.face.tensor_rows import join_rows, read_row
-from carpool.upstream.endpoint import Answer
+from carpool.upstream.endpoint import UpstreamResponse
 from carpool.upstream.simulated import CallRefusedError
 
 _decode = msgspec.json.Decoder(float_hook=finite_float).decode
 
 
-class TensorAnswer(Answer, frozen=True, gc=False):
+class TensorAnswer(UpstreamResponse, frozen=True, gc=False):
     """An answer with raw tensors behind its JSON."""
 
     header_length: int | None = None
@@ -29,10 +29,10 @@ class TensorBatch:
         self._call = call
         self.inputs: list[bytes] = call.rows
 
-    def answer(self, count: int) -> Answer:
+    def answer(self, count: int) -> UpstreamResponse:
         """The answer to the first `count` rows."""
         if not count:
-            return Answer(200, b'{"outputs":[]}')
+            return UpstreamResponse(200, b'{"outputs":[]}')
         outputs = join_rows([read_row(mirrored(row)) for row in self.inputs[:count]])
         steps = write_answer(self._model, "1", self._call.id, outputs, self._call.wanted)
         while True:

@@ -9,7 +9,7 @@ from struct import Struct
 
 from carpool.core.batch import Batch
 from carpool.core.outcome import CallFacts
-from carpool.tracking.records import OK, Entry
+from carpool.tracking.records import OK, RecordFields
 
 # In the order in which they are written.
 REQUEST_COLUMNS = (
@@ -35,7 +35,7 @@ _INTEGER, _BIG, _DOUBLE = Struct(">ii").pack, Struct(">iq").pack, Struct(">id").
 _BEGINNING, _WITHOUT_QUEUE = Struct(">hiqiqidi").pack, Struct(">hiqiqii").pack
 
 
-def pack_requests(entries: Sequence[Entry], offset_s: float, tiers: Sequence[str]) -> bytes:
+def pack_requests(entries: Sequence[RecordFields], offset_s: float, tiers: Sequence[str]) -> bytes:
     """Rows of requests; `offset_s` is what the wall clock shows beyond the monotonic one."""
     offset_s -= _EPOCH_S
     last, number = len(tiers) - 1, len(REQUEST_COLUMNS)

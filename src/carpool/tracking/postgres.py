@@ -32,7 +32,7 @@ from carpool.tracking.questions import (
     requests_statement,
     usage_statement,
 )
-from carpool.tracking.records import Entry, RequestRecord, UsageRecord, record_of, usage_of
+from carpool.tracking.records import RecordFields, RequestRecord, UsageRecord, record_of, usage_of
 from carpool.tracking.stores import BadRowsError, StoreAwayError, StoreUnusableError
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ class PostgresStore:
         return await self._do(self._init, is_checked=False)
 
     def pack(
-        self, requests: Sequence[Entry], batches: Sequence[Batch], offset_s: float, tiers: Sequence[str]
+        self, requests: Sequence[RecordFields], batches: Sequence[Batch], offset_s: float, tiers: Sequence[str]
     ) -> list[Rows]:
         """Their rows."""
         packed = []

@@ -20,7 +20,7 @@ from carpool.core.errors import CarpoolError
 from carpool.core.events import Subscriber
 from carpool.core.outcome import NO_CALL, CallFacts, Outcome, Output
 from carpool.core.request import Request, facts_of_failure
-from carpool.tracking.records import OK, Entry, clean_batch, clean_entry
+from carpool.tracking.records import OK, RecordFields, clean_batch, clean_entry
 from carpool.tracking.stores import BadRowsError, Packed, Store, StoreAwayError, StoreUnusableError
 
 logger = logging.getLogger("carpool.tracking")
@@ -52,7 +52,7 @@ class Recorder(Subscriber):
         self._buffer_max = buffer_max
         self._clock = clock
         self._wall = wall
-        self._requests: list[Entry] = []
+        self._requests: list[RecordFields] = []
         self._batches: list[Batch] = []
         # The rows that are written next, and how many: they wait in the lists until the store has them. Those that it
         # did not take, or of which nobody knows, are given to it once more, the same.
@@ -107,11 +107,11 @@ class Recorder(Subscriber):
         )
 
     def all_settled(self, requests: Sequence[Request], outputs: Sequence[Output]) -> None:
-        """Requests have their outputs: `settled` for many. Seats are nobody's own."""
+        """Requests have their outputs: `settled` for many. Shared requests are no client's own."""
         entries = self._requests
         if len(entries) + len(requests) > self._buffer_max:
             for request, output in zip(requests, outputs, strict=True):
-                if not request.is_seat:
+                if not request.is_shared:
                     self.settled(request, output)
             return
         entries += [
@@ -129,7 +129,7 @@ class Recorder(Subscriber):
                 output.tokens_used,
             )
             for request, output in zip(requests, outputs, strict=True)
-            if not request.is_seat
+            if not request.is_shared
         ]
 
     # Writing.
@@ -216,7 +216,7 @@ class Recorder(Subscriber):
             packed.append(self._pack(self._requests[first : min(first + CHUNK, requests)], [], offset_s))
         return packed
 
-    def _pack(self, requests: Sequence[Entry], batches: Sequence[Batch], offset_s: float) -> Packed:
+    def _pack(self, requests: Sequence[RecordFields], batches: Sequence[Batch], offset_s: float) -> Packed:
         try:
             return self.store.pack(requests, batches, offset_s, self._tiers)
         except Exception as fault:  # whatever is wrong with one of them

@@ -1,9 +1,9 @@
 """What is kept of requests and batches: one row each, at its end. Never what is in them. Pure.
 
 1. The rows of requests are those that `carpool_requests_total` counts: whoever was admitted and got an outcome, one row
-   for each. Who was refused at the door has none: a flood of refusals must not become a flood of rows. A task may end
-   twice (a drain left it to the next process, or a failover of Redis lost its outcome, and it ran again): the last
-   row stays, and a store removes those before it.
+   for each. A request that was refused on admission has none: a flood of refusals must not become a flood of rows. A
+   task may end twice (a drain left it to the next process, or a failover of Redis lost its outcome, and it ran again):
+   the last row stays, and a store removes those before it.
 2. GPU seconds are the seconds of the call that answered, shared by all whom it answered. A call that failed, and a
    result that was kept, count for nobody. So the sum over requests is that over the calls that were answered.
 3. Times are kept in microseconds of Unix time. Monotonic times become such ones here, when they are written.
@@ -44,7 +44,7 @@ class RequestEntry(NamedTuple):
 
 
 # The same without the cost of making one.
-Entry = tuple[str, str, int, str, str, float, float, float, bool, CallFacts, int | None]
+RecordFields = tuple[str, str, int, str, str, float, float, float, bool, CallFacts, int | None]
 
 
 class RequestRow(NamedTuple):
@@ -126,7 +126,7 @@ class UsageRecord(msgspec.Struct, frozen=True, kw_only=True):
     gpu_seconds: float
 
 
-def request_rows(entries: Sequence[Entry], offset_s: float, tiers: Sequence[str]) -> list[RequestRow]:
+def request_rows(entries: Sequence[RecordFields], offset_s: float, tiers: Sequence[str]) -> list[RequestRow]:
     """The rows of these; `offset_s` is what the wall clock shows beyond the monotonic one."""
     make, last, rows = RequestRow._make, len(tiers) - 1, []
     for id_, owner, tier, model, code, arrived, taken, ended, is_task, call, tokens in entries:
@@ -176,7 +176,7 @@ def batch_rows(batches: Sequence[Batch], offset_s: float) -> list[BatchRow]:
     ]
 
 
-def clean_entry(entry: Entry) -> Entry:
+def clean_entry(entry: RecordFields) -> RecordFields:
     """A request that can be written (rule 4), else the same."""
     id_, owner, tier, model, code, arrived, taken, ended, is_task, call, tokens = map(cleaned, entry)
     call = CallFacts(**{name: small(cleaned(value)) for name, value in asdict(call).items()})

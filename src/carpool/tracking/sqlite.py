@@ -24,7 +24,7 @@ from carpool.tracking.questions import (
 )
 from carpool.tracking.records import (
     BatchRow,
-    Entry,
+    RecordFields,
     RequestRecord,
     RequestRow,
     UsageRecord,
@@ -98,7 +98,9 @@ class SqliteStore:
         await self._do(self._connected)
         return f"{self._path} is ready"
 
-    def pack(self, requests: Sequence[Entry], batches: Sequence[Batch], offset_s: float, tiers: Sequence[str]) -> Rows:
+    def pack(
+        self, requests: Sequence[RecordFields], batches: Sequence[Batch], offset_s: float, tiers: Sequence[str]
+    ) -> Rows:
         """Their rows."""
         return request_rows(requests, offset_s, tiers), batch_rows(batches, offset_s)
 

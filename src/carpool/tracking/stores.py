@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 from carpool.core.batch import Batch
 from carpool.tracking.questions import RequestQuestion, UsageQuestion
-from carpool.tracking.records import Entry, RequestRecord, UsageRecord
+from carpool.tracking.records import RecordFields, RequestRecord, UsageRecord
 
 # Rows as a store wants them.
 Packed = Any
@@ -31,7 +31,7 @@ class Store(Protocol):
         ...
 
     def pack(
-        self, requests: Sequence[Entry], batches: Sequence[Batch], offset_s: float, tiers: Sequence[str]
+        self, requests: Sequence[RecordFields], batches: Sequence[Batch], offset_s: float, tiers: Sequence[str]
     ) -> Packed:
         """These as `write` wants them; `offset_s` is what the wall clock shows beyond the monotonic one."""
         ...

@@ -40,20 +40,20 @@ from carpool.core.errors import (
     without_frames,
 )
 from carpool.core.events import Events
+from carpool.core.histograms import SECONDS_BOUNDS, Histogram
 from carpool.core.outcome import CallFacts, Output
 from carpool.core.ports import CallTraces, OtherBatchers, Outcomes
 from carpool.core.request import DONE, Request, searched_since
-from carpool.core.tally import SECONDS_BOUNDS, Histogram
 from carpool.core.trace import CallTrace
 from carpool.upstream.call_ids import CallIds
 from carpool.upstream.codecs import Codec, ProtocolFaultError
 from carpool.upstream.codecs.base import Decoded, Refusal
 from carpool.upstream.endpoint import (
-    Answer,
     AttemptFailedError,
     ConnectionFailedError,
     DoubtfulAnswerError,
     NoAnswerError,
+    UpstreamResponse,
 )
 from carpool.upstream.first_contact import (
     LOOK_AT_ADDRESS,
@@ -63,7 +63,7 @@ from carpool.upstream.first_contact import (
     look_at_answer,
     status_told,
 )
-from carpool.upstream.pool import DOUBT_MAX, IN_DOUBT_FROM, WELL_S, Member, Pool
+from carpool.upstream.pool import DOUBT_MAX, IN_DOUBT_FROM, WELL_S, EndpointState, Pool
 from carpool.upstream.retry import RetryBudget, pause_before
 from carpool.upstream.same import Merged, still_there
 
@@ -94,7 +94,7 @@ class Failure(NamedTuple):
     refusal: Refusal
     error: CarpoolError
     # Who said so; None if nobody was reached.
-    member: Member | None = None
+    member: EndpointState | None = None
     # How many were in the call, and when it began.
     size: int = 0
     started: float = 0.0
@@ -107,7 +107,7 @@ class Failure(NamedTuple):
     # It tells something of the endpoint: that is not only busy, and had the time that calls take.
     tells: bool = True
     # Another endpoint, which refused the same whole.
-    refused_too: Member | None = None
+    refused_too: EndpointState | None = None
 
 
 class Attempts:
@@ -123,7 +123,7 @@ class Attempts:
         attempts: int,
         backoff_s: float,
         budget: RetryBudget,
-        when_limit_is_learned: Callable[[Member], None],
+        when_limit_is_learned: Callable[[EndpointState], None],
         when_answered: Callable[[list[Request]], None],
         merge: Callable[[list[Request]], Merged] | None = None,
         others: OtherBatchers | None = None,
@@ -153,9 +153,9 @@ class Attempts:
         self._random_share = random_share
         self._call_ids = CallIds(token_hex(4))
         # Counts a failure on inputs of these owners.
-        self.blame: Callable[[Iterable[Member], Collection[str]], None] = self._blame_only
+        self.blame: Callable[[Iterable[EndpointState], Collection[str]], None] = self._blame_only
         # Told of an endpoint that failed what another one answered.
-        self.found_sick: Callable[[Member], None] = pool.healed
+        self.found_sick: Callable[[EndpointState], None] = pool.record_recovery
         # How long calls take, lately.
         self.service_s = SERVICE_S_PRIOR
         # When the calls under way began, the oldest first.
@@ -167,9 +167,9 @@ class Attempts:
         self.call_seconds = Histogram(SECONDS_BOUNDS)
         self.calls: dict[str, int] = {"ok": 0, "failed": 0, "refused": 0, "protocol-fault": 0}
 
-    def _blame_only(self, members: Iterable[Member], owners: Collection[str]) -> None:
+    def _blame_only(self, members: Iterable[EndpointState], owners: Collection[str]) -> None:
         for member in members:
-            self._pool.went_badly(member, owners)
+            self._pool.record_failure(member, owners)
 
     def next_end_s(self) -> float:
         """In how many seconds the next of the calls under way, or one that begins now, should end."""
@@ -201,15 +201,15 @@ class Attempts:
         return self._outcomes.settle(request, GivenBack("another batcher serves it", is_alone=for_verdict))
 
     async def send(
-        self, batch: list[Request], member: Member | None, ended: BatchEnded, *, is_search: bool = False
-    ) -> Failure | Member:
+        self, batch: list[Request], member: EndpointState | None, ended: BatchEnded, *, is_search: bool = False
+    ) -> Failure | EndpointState:
         """Call until an endpoint answers for the inputs: that one is returned, and the members are settled.
 
         `member`: the slot for the first attempt; None to take one when it is free. `is_search`: it is a step of a
         search, and called so in traces.
         """
         # Those after which another endpoint was asked.
-        failures: list[tuple[Member, Failure]] = []
+        failures: list[tuple[EndpointState, Failure]] = []
         try:
             result = await self._send(batch, member, ended, failures, is_search)
             if not failures:
@@ -219,10 +219,12 @@ class Attempts:
             for failed, _ in failures:
                 self._pool.help_ended(failed)
 
-    def _compared(self, failures: list[tuple[Member, Failure]], result: Failure | Member) -> Failure | Member:
+    def _compared(
+        self, failures: list[tuple[EndpointState, Failure]], result: Failure | EndpointState
+    ) -> Failure | EndpointState:
         """What several endpoints made of one batch tells something of those that failed first."""
         for failed, failure in failures:
-            if isinstance(result, Member) and failed is not result and failure.tells:
+            if isinstance(result, EndpointState) and failed is not result and failure.tells:
                 if failure.refusal.kind == "bisect":
                     self.blame([failed], ())
                 else:
@@ -235,11 +237,11 @@ class Attempts:
     async def _send(
         self,
         batch: list[Request],
-        member: Member | None,
+        member: EndpointState | None,
         ended: BatchEnded,
-        failures: list[tuple[Member, Failure]],
+        failures: list[tuple[EndpointState, Failure]],
         is_search: bool,
-    ) -> Failure | Member:
+    ) -> Failure | EndpointState:
         failure = out_of_time()
         attempt = dead_in_a_row = doubts = 0
         while attempt < self._attempts:
@@ -283,7 +285,7 @@ class Attempts:
             dead_in_a_row = 0
             failure, failed, member = outcome, member, None
             is_over = limit_s <= self.timeout_s and self._clock() > latest - TIMER_EARLY_S
-            is_quiet = is_search or batch[0].is_apart
+            is_quiet = is_search or batch[0].is_quarantined
             goes_on = not is_over and self._asks_another(failure, failed, attempt, is_quiet=is_quiet)
             goes_on, held_s = self._give_back(members, failure, failed) if goes_on else (False, 0.0)
             if goes_on:
@@ -303,7 +305,7 @@ class Attempts:
             )
         return failure
 
-    def _give_back(self, members: list[Request], failure: Failure, failed: Member) -> tuple[bool, float]:
+    def _give_back(self, members: list[Request], failure: Failure, failed: EndpointState) -> tuple[bool, float]:
         """Rule 8. Returns whether the next attempt is made here, for those who cannot go back.
 
         And for how long the slot stays taken.
@@ -321,14 +323,14 @@ class Attempts:
             return not is_refusal, 0.0
         return False, min(HELD_S_MAX, max(0.0, failure.started + self.service_s - self._clock())) if went else 0.0
 
-    def _free(self, member: Member, after_s: float) -> None:
+    def _free(self, member: EndpointState, after_s: float) -> None:
         """Give a slot back, now or a little later."""
         if after_s:
             asyncio.get_running_loop().call_later(after_s, self._pool.give_back, member)
         else:
             self._pool.give_back(member)
 
-    async def _another(self, batch: list[Request], attempt: int, sick: Sequence[Member]) -> Member | None:
+    async def _another(self, batch: list[Request], attempt: int, sick: Sequence[EndpointState]) -> EndpointState | None:
         """A slot for the next attempt, rather of another endpoint; None if there is no time or no budget for it."""
         is_free = attempt == 2 and bool(sick) and self._pool.has_well(sick[-1])
         if attempt > 1 and not is_free:
@@ -338,10 +340,10 @@ class Attempts:
             await asyncio.sleep(pause_s)
         return await self._pool.take_for_retry(sick, max(0.0, self._time_left(batch)), known_well=attempt > 1)
 
-    def _asks_another(self, failure: Failure, failed: Member, attempt: int, *, is_quiet: bool) -> bool:
+    def _asks_another(self, failure: Failure, failed: EndpointState, attempt: int, *, is_quiet: bool) -> bool:
         """Whether the next attempt is made, after one that failed: rules 2 and 7.
 
-        `is_quiet`: steps of searches, and offenders, bring no endpoint into doubt.
+        `is_quiet`: steps of searches, and quarantined owners, bring no endpoint into doubt.
         """
         kind = failure.refusal.kind
         if kind in ("split", "give-up"):
@@ -364,10 +366,10 @@ class Attempts:
             return False
         return is_free or (attempt < self._attempts and self._budget.take(self._clock()))
 
-    def _give_up_dead(self, member: Member, dead_in_a_row: int) -> bool:
+    def _give_up_dead(self, member: EndpointState, dead_in_a_row: int) -> bool:
         """More than one dead connection in a row is the endpoint's fault: whether it is."""
         if dead_in_a_row > 1:
-            self._pool.went_badly(member)
+            self._pool.record_failure(member)
         else:
             self._pool.says_nothing(member)
         return dead_in_a_row > 1
@@ -376,7 +378,7 @@ class Attempts:
         self,
         traces: CallTraces,
         members: list[Request],
-        member: Member,
+        member: EndpointState,
         attempt: int,
         timeout_s: float,
         ended: BatchEnded,
@@ -398,7 +400,7 @@ class Attempts:
     async def _call(
         self,
         members: list[Request],
-        member: Member,
+        member: EndpointState,
         attempt: int,
         timeout_s: float,
         ended: BatchEnded,
@@ -458,7 +460,7 @@ class Attempts:
             del answer, call  # what was made of it may be as large
         except ProtocolFaultError as fault:
             self.calls["protocol-fault"] += 1
-            self._pool.went_badly(member)
+            self._pool.record_failure(member)
             call_failed(member, str(fault), look_at_answer(self._codec.outputs_field), self._clock())
             fields = {"endpoint": member.name, **names_of(members)}
             logger.error("protocol fault: %s", fault, extra={"fields": fields})
@@ -475,7 +477,7 @@ class Attempts:
         member.load.answered(len(sent), seconds, started)
         member.batch_limit.answered(len(sent), started)
         self.calls["ok"] += 1
-        self._pool.went_well(member, members[0].common_key, started)
+        self._pool.record_success(member, members[0].common_key, started)
         self._when_answered(members)
         facts = CallFacts(
             len(sent),
@@ -496,7 +498,9 @@ class Attempts:
         self._outcomes.settle_batch(members, told_of_searches(members, outputs) if self.has_cleared else outputs)
         return None
 
-    def _call_failed(self, members: list[Request], member: Member, timeout_s: float, started: float, why: str) -> bool:
+    def _call_failed(
+        self, members: list[Request], member: EndpointState, timeout_s: float, started: float, why: str
+    ) -> bool:
         """No answer came: the fault of the endpoint, unless its clients gave it less time than calls take.
 
         Nor is it while this process stood still. Returns whether it is.
@@ -507,7 +511,7 @@ class Attempts:
             return False
         is_short = timeout_s < min(self.timeout_s, CUT_SHORT * self.service_s)
         if not is_short or now < started + timeout_s - TIMER_EARLY_S:
-            self._pool.went_badly(member)
+            self._pool.record_failure(member)
             call_failed(member, why, LOOK_AT_ADDRESS, now)
             return True
         if now - member.well_at < min(self.timeout_s, max(ANSWERS_S, CUT_SHORT * self.service_s)):
@@ -517,7 +521,13 @@ class Attempts:
         return False
 
     def _refused(
-        self, answer: Answer, members: list[Request], member: Member, started: float, call_id: str, path: str
+        self,
+        answer: UpstreamResponse,
+        members: list[Request],
+        member: EndpointState,
+        started: float,
+        call_id: str,
+        path: str,
     ) -> Failure:
         """An answer with an error status. What the body says goes to a client that was alone in its call, at most."""
         self.calls["refused"] += 1
@@ -543,13 +553,13 @@ class Attempts:
                 # word that blames no input is its own fault.)
                 self.blame([member], {request.owner for request in members})
             else:
-                self._pool.went_badly(member)
+                self._pool.record_failure(member)
             error = UpstreamFailed(says) if refusal.kind == "elsewhere" else UpstreamRefused(says)
             return Failure(refusal, error, member, size, started, tells=answer.status != 429)
         self._pool.refused(member)
         return Failure(refusal, UpstreamFailed(says), member, size, started, answer.status in (400, 422))
 
-    def _may_be_an_input(self, status: int, members: list[Request], member: Member) -> bool:
+    def _may_be_an_input(self, status: int, members: list[Request], member: EndpointState) -> bool:
         """Whether another status than those that blame inputs does so here, as that of a content filter may."""
         lately = self._clock() - WELL_S
         is_of_the_call = status in OF_THE_CALL or not 400 <= status < 500

@@ -12,14 +12,21 @@ from yarl import URL
 
 from carpool.core.errors import without_frames
 from carpool.core.tensors import Data
-from carpool.upstream.connections import EarlyAnswerError, Line, Trip, make_trace, trip_now, watched
+from carpool.upstream.connections import (
+    CallContext,
+    EarlyAnswerError,
+    EndpointConnections,
+    current_call,
+    make_trace,
+    watched,
+)
 from carpool.upstream.endpoint import (
-    Answer,
     AttemptFailedError,
-    Call,
     ConnectionWasDeadError,
     DoubtfulAnswerError,
     NoAnswerError,
+    UpstreamCall,
+    UpstreamResponse,
 )
 from carpool.upstream.load import parse_load
 from carpool.upstream.tls import Credentials, UpstreamSecurity
@@ -70,7 +77,7 @@ class LongBody(aiohttp.Payload):
 
     _autoclose = True  # there is nothing to close
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: UpstreamCall) -> None:
         super().__init__(call, content_type=call.content_type)
         self._parts: tuple[Data, ...] = (call.body, *call.tail)
         self._size = call.size
@@ -114,7 +121,7 @@ class HttpEndpoint:
         self._credentials = credentials or Credentials(UpstreamSecurity())
         # "": answers are not looked at for a load.
         self._load_header = load_header
-        self._line = Line(self.name)
+        self._line = EndpointConnections(self.name)
         self._by_path: dict[str, URL] = {}
 
     @property
@@ -122,30 +129,32 @@ class HttpEndpoint:
         """How often it sent bytes that were no answer to a call, for metrics."""
         return self._line.stray
 
-    async def post(self, call: Call, timeout_s: float) -> Answer:
+    async def post(self, call: UpstreamCall, timeout_s: float) -> UpstreamResponse:
         """Send one call, once, and read its answer; raises AttemptFailedError, or is cancelled."""
-        trip = Trip(self._line, call.body, call.tail)
+        context = CallContext(self._line, call.body, call.tail)
         try:
             secrets = self._credentials.headers()
             async with asyncio.timeout(timeout_s):
-                response, body = await self._send(call, secrets, trip)
+                response, body = await self._send(call, secrets, context)
         except TimeoutError:
             raise NoAnswerError(timeout_s) from None
         except (aiohttp.ClientError, OSError, ValueError) as failure:
             is_cut, reason = isinstance(failure, aiohttp.ClientConnectionError | OSError), _reason(failure)
             without_frames(failure)  # which hold the call; aiohttp's own hold the failure too
-            if is_cut and trip.is_reused and not trip.is_heard:
+            if is_cut and context.is_reused and not context.is_heard:
                 # A server may close a connection that rests just when it is used again; many do after a 500, unasked.
                 self._line.found_dead(asyncio.get_running_loop().time())
-                raise ConnectionWasDeadError(reason, closed_before_sent=not trip.is_sent) from None
+                raise ConnectionWasDeadError(reason, closed_before_sent=not context.is_sent) from None
             raise AttemptFailedError(reason) from None
-        if trip.is_doubtful:
+        if context.is_doubtful:
             raise DoubtfulAnswerError("the answer may be the one to the call before, again")
         load = parse_load(response.headers.get(self._load_header, "")) if self._load_header else None
-        return Answer(response.status, body if response.status < 400 else _error_body(secrets, body), load)
+        return UpstreamResponse(response.status, body if response.status < 400 else _error_body(secrets, body), load)
 
-    async def _send(self, call: Call, secrets: Mapping[str, str], trip: Trip) -> tuple[aiohttp.ClientResponse, bytes]:
-        trip_now.set(trip)
+    async def _send(
+        self, call: UpstreamCall, secrets: Mapping[str, str], context: CallContext
+    ) -> tuple[aiohttp.ClientResponse, bytes]:
+        current_call.set(context)
         async with self._session.post(
             self._target(call.path),
             data=LongBody(call) if call.tail or len(call.body) > PLAIN_BODY_BYTES_MAX else call.body,
@@ -155,7 +164,7 @@ class HttpEndpoint:
         ) as response:
             return response, await self._read(response, self._answer_bytes_max)
 
-    async def get(self, where: str, timeout_s: float) -> Answer:
+    async def get(self, where: str, timeout_s: float) -> UpstreamResponse:
         """Read a page beside the calls: a path, `:PORT/PATH` on the same host, or a URL. Raises AttemptFailedError."""
         try:
             url = self._page(where)
@@ -163,7 +172,7 @@ class HttpEndpoint:
             # The secrets are for the endpoint itself, and for nobody else.
             secrets = self._credentials.headers() if is_own else {}
             tls = self._credentials.ssl_context() if url.scheme == "https" else None
-            trip_now.set(Trip(self._line if is_own else Line(str(url.origin()))))
+            current_call.set(CallContext(self._line if is_own else EndpointConnections(str(url.origin()))))
             async with asyncio.timeout(timeout_s):
                 async with self._session.get(url, headers=secrets, allow_redirects=False, ssl=tls or True) as response:
                     body = await self._read(response, PAGE_BYTES_MAX)
@@ -173,7 +182,7 @@ class HttpEndpoint:
             reason = _reason(failure)
             without_frames(failure)
             raise AttemptFailedError(reason) from None
-        return Answer(response.status, body)
+        return UpstreamResponse(response.status, body)
 
     def _page(self, where: str) -> URL:
         if where.startswith("/"):

@@ -37,7 +37,7 @@ from aiohttp.http import RawResponseMessage
 from aiohttp.streams import StreamReader
 
 from carpool.core.tensors import Data
-from carpool.upstream.repeats import END_BYTES, Exchange, Repeats, print_of, print_of_end
+from carpool.upstream.repeats import END_BYTES, CallAndAnswer, Repeats, fingerprint_of, fingerprint_of_end
 
 logger = logging.getLogger("carpool.upstream")
 
@@ -51,7 +51,7 @@ class EarlyAnswerError(aiohttp.ClientError):
     """An answer came before the request had been written (rule 4)."""
 
 
-class Line:
+class EndpointConnections:
     """What is known of all connections to one endpoint."""
 
     def __init__(self, name: str) -> None:
@@ -78,7 +78,7 @@ class Line:
         """A connection that had rested was closed by the other side (rule 7)."""
         self.reuse_from = max(self.reuse_from, now)
 
-    def is_doubtful(self, exchange: Exchange, before: Exchange | None, now: float) -> bool:
+    def is_doubtful(self, exchange: CallAndAnswer, before: CallAndAnswer | None, now: float) -> bool:
         """Whether an answer is not to be believed; `before` is what its connection had before (rule 5)."""
         if before is not None and self._repeats.is_doubtful(exchange, before, now):
             self.reuse_from = now + CAUGHT_S
@@ -92,14 +92,14 @@ class Line:
         return False
 
 
-class Trip:
+class CallContext:
     """What is known of the way that one call takes. aiohttp makes it on one connection, or on none."""
 
     __slots__ = ("connection", "is_doubtful", "is_heard", "is_reused", "is_sent", "line", "print", "unwritten_bytes")
 
-    def __init__(self, line: Line, body: bytes = b"", tail: Sequence[Data] = ()) -> None:
+    def __init__(self, line: EndpointConnections, body: bytes = b"", tail: Sequence[Data] = ()) -> None:
         self.line = line
-        self.print = print_of(body, tail)
+        self.print = fingerprint_of(body, tail)
         self.connection: UpstreamConnection | None = None
         # The connection had been used before.
         self.is_reused = False
@@ -113,7 +113,7 @@ class Trip:
 
 
 # The call that the running task makes: aiohttp takes no argument as far as its connections.
-trip_now: ContextVar[Trip] = ContextVar("trip_now")
+current_call: ContextVar[CallContext] = ContextVar("trip_now")
 
 
 class UpstreamConnection(ResponseHandler):
@@ -128,17 +128,17 @@ class UpstreamConnection(ResponseHandler):
         # The last bytes that came: those of an answer, where nothing but empty lines comes behind it.
         self._end = b""
         # The last call here that had an output, with its answer.
-        self._exchange: Exchange | None = None
+        self._exchange: CallAndAnswer | None = None
         # Its call, or while it rests its last one; None before the first.
-        self._trip: Trip | None = None
+        self._trip: CallContext | None = None
         # Whom stray bytes count for, also before the first call.
-        self._line = trip_now.get().line
+        self._line = current_call.get().line
 
     def set_response_params(self, **params: Any) -> None:
         """Called by aiohttp when a call has the connection, before it writes."""
-        trip = trip_now.get()
-        trip.connection, trip.is_reused = self, self._trip is not None
-        self._trip, self._line, self._state = trip, trip.line, "taken"
+        context = current_call.get()
+        context.connection, context.is_reused = self, self._trip is not None
+        self._trip, self._line, self._state = context, context.line, "taken"
         super().set_response_params(**params)
 
     def is_connected(self) -> bool:
@@ -198,7 +198,7 @@ class UpstreamConnection(ResponseHandler):
         if self._trip is not None and 200 <= message.code < 300:
             before = self._exchange
             end = self._end.rstrip(_EMPTY_LINES)
-            self._exchange = Exchange(self._trip.print, print_of_end(payload.total_bytes, end))
+            self._exchange = CallAndAnswer(self._trip.print, fingerprint_of_end(payload.total_bytes, end))
             self._trip.is_doubtful = self._line.is_doubtful(self._exchange, before, now)
         if now < self._line.reuse_from:
             self.force_close()
@@ -254,13 +254,13 @@ def make_trace() -> aiohttp.TraceConfig:
 
 async def _before_head(session: object, context: object, params: object) -> None:
     """The head is written now, unless a body follows: then with that."""
-    trip = trip_now.get()
-    if trip.connection is not None and not trip.unwritten_bytes:
-        await trip.connection.before_writing()
+    context = current_call.get()
+    if context.connection is not None and not context.unwritten_bytes:
+        await context.connection.before_writing()
 
 
 async def _before_chunk(session: object, context: object, params: aiohttp.TraceRequestChunkSentParams) -> None:
-    trip = trip_now.get()
-    if trip.connection is not None and not trip.is_sent:
-        await trip.connection.before_writing()
-    trip.unwritten_bytes -= len(params.chunk)
+    context = current_call.get()
+    if context.connection is not None and not context.is_sent:
+        await context.connection.before_writing()
+    context.unwritten_bytes -= len(params.chunk)

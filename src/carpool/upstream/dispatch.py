@@ -12,16 +12,16 @@ from carpool.core.clock import Clock, monotonic
 from carpool.core.dead_letter import is_dead_letter
 from carpool.core.errors import CarpoolError, DeadlineExceeded, Draining, InputRefused, InternalError
 from carpool.core.events import Events
+from carpool.core.histograms import Histogram
 from carpool.core.ports import CallTraces, DeadLetters, LaneQueue, OtherBatchers, Returns
 from carpool.core.request import DONE, Request
-from carpool.core.tally import Histogram
 from carpool.upstream.attempts import Attempts, BatchEnded, Failure, names_of
 from carpool.upstream.codecs import Codec
 from carpool.upstream.first_contact import PatientTasks, never_worked
 from carpool.upstream.isolation import Isolation
-from carpool.upstream.offenders import Offenders
 from carpool.upstream.poison import KnownPoison
-from carpool.upstream.pool import Member, Pool
+from carpool.upstream.pool import EndpointState, Pool
+from carpool.upstream.quarantine import Quarantine
 from carpool.upstream.refusals import RefusedShares
 from carpool.upstream.retry import RetryBudget
 from carpool.upstream.same import Merged
@@ -49,11 +49,11 @@ class UpstreamDispatcher:
         model: str = "",
         budget: RetryBudget | None = None,
         dead_letters: DeadLetters | None = None,
-        offenders: Offenders | None = None,
+        quarantined: Quarantine | None = None,
         max_batch: Callable[[], int] = lambda: 64,
         others_waiting: Callable[[], int] = lambda: 0,
         all_waiting: Callable[[], int] | None = None,
-        when_limit_is_learned: Callable[[Member], None] = lambda member: None,
+        when_limit_is_learned: Callable[[EndpointState], None] = lambda member: None,
         merge: Callable[[list[Request]], Merged] | None = None,
         others: OtherBatchers | None = None,
         events: Events | None = None,
@@ -70,7 +70,7 @@ class UpstreamDispatcher:
         self._events = events or Events()
         self._when_limit_is_learned = when_limit_is_learned
         self._clock = clock
-        self.offenders = offenders if offenders is not None else Offenders()
+        self.quarantined = quarantined if quarantined is not None else Quarantine()
         self._shares = RefusedShares()
         self._known_poison = KnownPoison()
         self._patient_tasks = PatientTasks(broker, clock)
@@ -97,7 +97,7 @@ class UpstreamDispatcher:
             broker,
             model=model,
             shares=self._shares,
-            offenders=self.offenders,
+            quarantined=self.quarantined,
             known_poison=self._known_poison,
             give_up=self._give_up,
             max_batch=max_batch,
@@ -140,16 +140,16 @@ class UpstreamDispatcher:
 
     def dispatch(self, batch: list[Request], ended: BatchEnded) -> None:
         """Take a free slot (there is one) and make the call in the background."""
-        is_apart = batch[0].is_apart
-        member = self._pool.take(is_apart)
-        # What offenders use while others wait is paid from the share of searches.
-        if is_apart and self._pool.others_wait():
-            deliver = self._deliver_apart(batch, member, ended, self.attempts.service_s)
+        is_quarantined = batch[0].is_quarantined
+        member = self._pool.take(is_quarantined)
+        # What quarantined owners use while others wait is paid from the share of searches.
+        if is_quarantined and self._pool.others_wait():
+            deliver = self._deliver_quarantined(batch, member, ended, self.attempts.service_s)
             self._pool.isolation.pay(self.attempts.service_s)
             self.isolation.apart_sent()
         else:
             deliver = self._deliver(batch, member, ended)
-            self.isolation.batch_sent(is_apart)
+            self.isolation.batch_sent(is_quarantined)
         task = asyncio.get_running_loop().create_task(deliver)
         self._running.add(task)
         task.add_done_callback(self._running.discard)
@@ -174,12 +174,14 @@ class UpstreamDispatcher:
                 await self.isolation.finish(max(left_s, 0.0))
         self._patient_tasks.leave()  # those that failed meanwhile
 
-    async def _deliver_apart(self, batch: list[Request], member: Member, ended: BatchEnded, paid_s: float) -> None:
+    async def _deliver_quarantined(
+        self, batch: list[Request], member: EndpointState, ended: BatchEnded, paid_s: float
+    ) -> None:
         started = self._clock()
         await self._deliver(batch, member, ended)
         self._pool.isolation.pay(self._clock() - started - paid_s)
 
-    async def _deliver(self, batch: list[Request], member: Member, ended: BatchEnded) -> None:
+    async def _deliver(self, batch: list[Request], member: EndpointState, ended: BatchEnded) -> None:
         """Every member of the batch has an outcome when this returns, or is somebody else's to look after."""
         failure: CarpoolError = InternalError("the gateway failed on this batch")
         all_of_it, result_code = batch, failure.code
@@ -196,12 +198,12 @@ class UpstreamDispatcher:
                 self._pool.says_nothing(member)
                 return
             result = await self.attempts.send(batch, member, ended)
-            result_code = "ok" if isinstance(result, Member) else result.error.code
+            result_code = "ok" if isinstance(result, EndpointState) else result.error.code
             failure = DeadlineExceeded("no result in time")  # for those who were dropped because it had passed
             is_refused = isinstance(result, Failure) and result.refusal.kind == "bisect"
-            if not batch[0].is_apart and (is_refused or self._pool.isolation.refused_share):
+            if not batch[0].is_quarantined and (is_refused or self._pool.isolation.refused_share):
                 self.isolation.batch_ended(batch, is_refused=is_refused)
-            if isinstance(result, Member):
+            if isinstance(result, EndpointState):
                 return
             if result.refusal.kind in ("split", "bisect"):
                 self.isolation.add(batch, result)
@@ -228,7 +230,7 @@ class UpstreamDispatcher:
             if self._events.subscribers:
                 self._events.ended(named, batch)
 
-    def _limit_is_learned(self, member: Member) -> None:
+    def _limit_is_learned(self, member: EndpointState) -> None:
         self._pool.has_batch_limits = True
         self._when_limit_is_learned(member)
 
@@ -236,10 +238,10 @@ class UpstreamDispatcher:
         """Learn from a call that was answered; costs nothing while nothing was ever refused."""
         if self._shares:
             self._shares.answered(members[0].lane_key, len(members))
-        if self.offenders.is_tracking:
+        if self.quarantined.is_tracking:
             now = self._clock()
             for request in members:
-                self.offenders.passed(self._model, request.owner, now)
+                self.quarantined.passed(self._model, request.owner, now)
 
     def _give_up(self, request: Request, error: CarpoolError, began: float) -> None:
         """Settle a request with an error, and keep it as a dead letter if that is wanted. What another batcher may

@@ -7,7 +7,7 @@ import msgspec
 from carpool.core.tensors import Data
 
 
-class Call(msgspec.Struct, frozen=True, gc=False):
+class UpstreamCall(msgspec.Struct, frozen=True, gc=False):
     """One batch, encoded for the fixed API."""
 
     body: bytes
@@ -25,7 +25,7 @@ class Call(msgspec.Struct, frozen=True, gc=False):
         return len(self.body) + sum(map(len, self.tail))
 
 
-class Answer(msgspec.Struct, frozen=True, gc=False):
+class UpstreamResponse(msgspec.Struct, frozen=True, gc=False):
     """What the fixed API answered, read whole and within the size limit."""
 
     status: int
@@ -78,7 +78,7 @@ class Endpoint(Protocol):
     # How many batches it takes at once.
     slots: int
 
-    async def post(self, call: Call, timeout_s: float) -> Answer:
+    async def post(self, call: UpstreamCall, timeout_s: float) -> UpstreamResponse:
         """Send one call, once, and read its answer; raises AttemptFailedError, or is cancelled."""
         ...
 

@@ -25,7 +25,7 @@ from carpool.core.request import DONE, Request
 from carpool.core.timers import Every
 
 if TYPE_CHECKING:
-    from carpool.upstream.pool import Member
+    from carpool.upstream.pool import EndpointState
 
 logger = logging.getLogger("carpool.upstream")
 
@@ -76,7 +76,7 @@ class Trouble:
         return True
 
 
-def call_failed(member: "Member", what: str, look_at: str, now: float) -> None:
+def call_failed(member: "EndpointState", what: str, look_at: str, now: float) -> None:
     """A call to an endpoint failed: of one that has answered before there is nothing to tell here."""
     if member.succeeded:
         return
@@ -86,7 +86,7 @@ def call_failed(member: "Member", what: str, look_at: str, now: float) -> None:
         logger.warning(says, member.name, trouble.text, extra={"fields": {"endpoint": member.name}})
 
 
-def call_answered(member: "Member") -> None:
+def call_answered(member: "EndpointState") -> None:
     """The first good answer after such failures."""
     member.trouble = None
     logger.info("%s answers now", member.name, extra={"fields": {"endpoint": member.name}})

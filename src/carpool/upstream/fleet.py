@@ -7,7 +7,7 @@ from functools import partial
 from typing import NamedTuple
 
 from carpool.core.clock import Clock, monotonic
-from carpool.core.snapshot import EndpointState
+from carpool.core.snapshot import EndpointHealth
 from carpool.upstream.endpoint import Endpoint
 from carpool.upstream.health import HealthWatch, endpoint_state, healthy_slots
 from carpool.upstream.pool import Pool
@@ -93,7 +93,7 @@ class Fleet:
         """Calls that all endpoints may have at once."""
         return sum(member.endpoint.slots for member in self.pool.members)
 
-    def endpoint_states(self) -> list[EndpointState]:
+    def endpoint_states(self) -> list[EndpointHealth]:
         """What the fleet's page shows of every endpoint."""
         now, wall = self._clock(), time.time()
         return [endpoint_state(member, now, wall) for member in self.pool.members]

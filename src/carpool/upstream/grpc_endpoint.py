@@ -21,7 +21,7 @@ import msgspec
 from yarl import URL
 
 from carpool.core.clock import Clock, monotonic
-from carpool.upstream.endpoint import Answer, AttemptFailedError, Call, NoAnswerError
+from carpool.upstream.endpoint import AttemptFailedError, NoAnswerError, UpstreamCall, UpstreamResponse
 from carpool.upstream.tls import Credentials, Pems, UpstreamSecurity
 
 METHOD = "/inference.GRPCInferenceService/ModelInfer"
@@ -107,7 +107,7 @@ class GrpcEndpoint:
         """One, and those with other certificates whose calls have not ended."""
         return len(self._channels)
 
-    async def post(self, call: Call, timeout_s: float) -> Answer:
+    async def post(self, call: UpstreamCall, timeout_s: float) -> UpstreamResponse:
         """Send one call and read its answer; raises AttemptFailedError, or is cancelled."""
         from grpc import RpcError
 
@@ -123,9 +123,9 @@ class GrpcEndpoint:
             raise AttemptFailedError(f"the call could not be made ({type(failure).__name__})") from None
         except RpcError as failure:
             return self._answer_of(failure, len(call.body), timeout_s, list(secrets.values()))
-        return Answer(200, body)
+        return UpstreamResponse(200, body)
 
-    def _answer_of(self, failure: Any, call_bytes: int, timeout_s: float, secrets: list[str]) -> Answer:
+    def _answer_of(self, failure: Any, call_bytes: int, timeout_s: float, secrets: list[str]) -> UpstreamResponse:
         """The HTTP answer that means the same as a gRPC status; raises AttemptFailedError if nobody gave it."""
         code: str = failure.code().name
         text: str = failure.details() or ""
@@ -144,7 +144,7 @@ class GrpcEndpoint:
                 status = 413
         for secret in secrets:  # in case that the server repeats them: a client may be shown a part of this
             text = text.replace(secret.removeprefix("Bearer "), "***")
-        return Answer(status, msgspec.json.encode({"error": text}))
+        return UpstreamResponse(status, msgspec.json.encode({"error": text}))
 
     async def accepts_connections(self) -> bool:
         """Whether there is a connection right now, or can be."""

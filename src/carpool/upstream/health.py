@@ -19,12 +19,12 @@ import msgspec
 from msgspec import UNSET
 
 from carpool.core.clock import Clock, monotonic, rfc3339
-from carpool.core.snapshot import EndpointState, EndpointStatus
+from carpool.core.snapshot import EndpointHealth, EndpointStatus
 from carpool.core.timers import repeat
 from carpool.upstream.breaker import Breaker
-from carpool.upstream.endpoint import Answer, AttemptFailedError, Endpoint
+from carpool.upstream.endpoint import AttemptFailedError, Endpoint, UpstreamResponse
 from carpool.upstream.load import metric_value
-from carpool.upstream.pool import Member, Pool
+from carpool.upstream.pool import EndpointState, Pool
 
 logger = logging.getLogger("carpool.upstream")
 
@@ -45,7 +45,7 @@ _NO_PAGE = frozenset({401, 403, 404, 405, 501})
 class HasPages(Protocol):
     """An endpoint that can be asked for a page beside its calls."""
 
-    async def get(self, where: str, timeout_s: float) -> Answer:
+    async def get(self, where: str, timeout_s: float) -> UpstreamResponse:
         """Read a page; `where` is a path, `:PORT/PATH` on the same host, or a URL. Raises AttemptFailedError."""
         ...
 
@@ -122,14 +122,16 @@ class HealthWatch:
         """With jitter, so that many gateways do not ask together."""
         return interval_s * (0.75 + self._random_share() / 2)
 
-    async def _for_each(self, action: Callable[[Member], Awaitable[None]], members: Sequence[Member]) -> None:
-        async def one(member: Member) -> None:
+    async def _for_each(
+        self, action: Callable[[EndpointState], Awaitable[None]], members: Sequence[EndpointState]
+    ) -> None:
+        async def one(member: EndpointState) -> None:
             async with self._at_once:
                 await action(member)
 
         await asyncio.gather(*(one(member) for member in members))
 
-    def _ask(self, member: Member, tell: Callable[[bool], None]) -> None:
+    def _ask(self, member: EndpointState, tell: Callable[[bool], None]) -> None:
         """For the pool: how an endpoint is, by its health page. A page that was never well says nothing."""
 
         async def ask() -> None:
@@ -154,7 +156,7 @@ class HealthWatch:
             return False
         return 200 <= status < 300 or status in _NO_PAGE
 
-    async def _probe(self, member: Member) -> None:
+    async def _probe(self, member: EndpointState) -> None:
         if await self._is_alive(member.endpoint):
             member.failed_probes = 0
             member.alive_at = self._clock()
@@ -163,7 +165,7 @@ class HealthWatch:
         if member.failed_probes == FAILED_PROBES_MAX:
             logger.warning("an endpoint does not answer its probes", extra={"fields": {"endpoint": member.name}})
 
-    async def _read_load(self, member: Member) -> None:
+    async def _read_load(self, member: EndpointState) -> None:
         source, endpoint = self._load_source, member.endpoint
         if source is None or not isinstance(endpoint, HasPages):
             return
@@ -181,7 +183,7 @@ def breaker_shown(breaker: Breaker, now: float) -> str:
     return "half-open" if breaker.state == "open" and breaker.allows(now) else breaker.state
 
 
-def state_of(member: Member, now: float) -> EndpointStatus:
+def state_of(member: EndpointState, now: float) -> EndpointStatus:
     """How an endpoint is."""
     breaker = breaker_shown(member.breaker, now)
     is_open = breaker == "open" and not member.breaker.allows_others()  # else it is open to one owner only
@@ -197,18 +199,18 @@ def state_of(member: Member, now: float) -> EndpointStatus:
     return "healthy"
 
 
-def healthy_slots(members: Sequence[Member], now: float) -> int:
+def healthy_slots(members: Sequence[EndpointState], now: float) -> int:
     """Calls that the endpoints that work may have at once."""
     return sum(
         member.limit for member in members if member.breaker.state == "closed" and state_of(member, now) != "offline"
     )
 
 
-def endpoint_state(member: Member, now: float, wall: float) -> EndpointState:
+def endpoint_state(member: EndpointState, now: float, wall: float) -> EndpointHealth:
     """What the fleet's page shows of an endpoint; `now` and `wall` are the same moment on both clocks."""
     heard_at = max(member.well_at, member.alive_at)
     load = member.load.reported_load
-    return EndpointState(
+    return EndpointHealth(
         endpoint=member.name,
         state=state_of(member, now),
         utilization=round(min(1.0, member.utilization if load is None else load), 4),

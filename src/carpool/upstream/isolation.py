@@ -16,8 +16,8 @@ search.py, refusals.py and slot_share.py; who is at fault is decided here.
 6. Who is at fault gets a 422 and becomes a dead letter; the same input is sent alone from then on, for a while.
 7. Where other batchers have endpoints that work, one of them is asked before an input is blamed, with this input alone.
    Only a refusal that blames the input (400, 422), by an endpoint that answered others of the same batch, is final.
-   Nobody is an offender for what goes back to the queue.
-8. For a call that began before an endpoint had answered one well, nobody is at fault and nobody an offender
+   No owner is quarantined for what goes back to the queue.
+8. For a call that began before an endpoint had answered one well, nobody is at fault and no owner is quarantined
    (first_contact.py).
 9. Where both halves of a batch were refused, too, and nothing was answered meanwhile, it is hardly an input. If another
    batcher has an endpoint that works, those who wait for the search go back to the queue, unless one of them came from
@@ -34,12 +34,12 @@ from carpool.core.ports import Returns
 from carpool.core.request import DONE, RUNNING, Request
 from carpool.core.timers import Every
 from carpool.upstream.attempts import Attempts, Failure, names_of
-from carpool.upstream.case import Case
-from carpool.upstream.offenders import OFFENDS_FROM, CommonOwner, Offenders
+from carpool.upstream.bisection import Bisection, Slice
+from carpool.upstream.bisection_run import BisectionRun
 from carpool.upstream.poison import KnownPoison
-from carpool.upstream.pool import WELL_S, Member, Pool, Wish
+from carpool.upstream.pool import WELL_S, EndpointPreference, EndpointState, Pool
+from carpool.upstream.quarantine import QUARANTINED_FROM, CommonOwner, Quarantine
 from carpool.upstream.refusals import RefusedShares, is_singly, may_clear
-from carpool.upstream.search import Group, Search
 
 logger = logging.getLogger("carpool.upstream")
 
@@ -52,13 +52,13 @@ OTHERS_BATCHES = 1.45
 WORTH = 0.5
 # However late the next slot will be free: more batches than this are not expected to come together until then.
 MISSED_MAX = 3.0
-# Offenders, and searches among them, go while fewer wait than this share of a batch.
-OTHERS_SHARE_APART = 0.1
-# However many wait: the first steps of a search, which resolve most, come in time; and offenders get on, too.
-STARVED_S, STARVED_SMALL_S, STARVED_APART_S = 1.5, 3.0, 1.0
+# Quarantined owners, and searches among them, go while fewer wait than this share of a batch.
+OTHERS_SHARE_QUARANTINED = 0.1
+# However many wait: the first steps of a search, which resolve most, come in time; and quarantined owners get on, too.
+STARVED_S, STARVED_SMALL_S, STARVED_QUARANTINED_S = 1.5, 3.0, 1.0
 # Where fewer wait than this share of a batch, slots take small batches: every second one may be a search's.
 FEW_SHARE = 0.25
-# Without others for so long, offenders may have every slot.
+# Without others for so long, quarantined owners may have every slot.
 OTHERS_GONE_S = 1.0
 # From this share of refused batches on, somebody is looked for whom they have in common.
 MOSTLY_REFUSED = 0.4
@@ -88,11 +88,11 @@ class Isolation:
         *,
         model: str,
         shares: RefusedShares,
-        offenders: Offenders,
+        quarantined: Quarantine,
         known_poison: KnownPoison,
         give_up: GiveUp,
         max_batch: Callable[[], int],
-        when_limit_is_learned: Callable[[Member], None],
+        when_limit_is_learned: Callable[[EndpointState], None],
         others_waiting: Callable[[], int],
         all_waiting: Callable[[], int],
         clock: Clock,
@@ -102,7 +102,7 @@ class Isolation:
         self._broker = broker
         self._model = model
         self._shares = shares
-        self._offenders = offenders
+        self._quarantined = quarantined
         self._known_poison = known_poison
         # Settles a request with an error, and keeps it as a dead letter if that is wanted.
         self._give_up = give_up
@@ -116,22 +116,22 @@ class Isolation:
         self._clock = clock
         self._common = CommonOwner()
         # In the order in which they came.
-        self._cases: dict[Case, None] = {}
+        self._cases: dict[BisectionRun, None] = {}
         # The event loop holds its tasks only weakly.
         self._steps: set[asyncio.Task[None]] = set()
-        # Runs while a search is under way, or there are offenders.
+        # Runs while a search is under way, or owners are quarantined.
         self._looks = Every(LOOK_S, self._look)
         # Set while no search is under way.
         self._serial = 0
         self._is_idle = asyncio.Event()
         self._is_idle.set()
-        # When a slot was last given to offenders though others waited.
-        self._apart_at = 0.0
-        # When others last waited while offenders asked for a slot.
+        # When a slot was last given to quarantined owners though others waited.
+        self._quarantined_at = 0.0
+        # When others last waited while quarantined owners asked for a slot.
         self._others_at = 0.0
         pool.search_for = self._step_before_others
-        pool.apart_may_go = self._apart_may_go
-        pool.apart_is_due = self._apart_is_due
+        pool.quarantined_may_go = self._quarantined_may_go
+        pool.quarantined_is_due = self._quarantined_is_due
         attempts.blame, attempts.found_sick = self._blame, self._found_sick
         # For metrics.
         self.poisoned = 0
@@ -147,7 +147,7 @@ class Isolation:
         return len(self._cases)
 
     def batch_ended(self, batch: list[Request], *, is_refused: bool) -> None:
-        """A batch of those who do not ride apart was answered, or refused."""
+        """A batch of owners who are not quarantined was answered, or refused."""
         isolation = self._pool.isolation
         isolation.batch_ended(is_refused)
         if isolation.refused_share >= MOSTLY_REFUSED:
@@ -161,19 +161,19 @@ class Isolation:
         live = self._attempts.live(batch)
         if not live:
             return  # nobody knows whether the endpoint was right
-        if not live[0].is_apart and self._has_offender(live):
+        if not live[0].is_quarantined and self._has_quarantined(live):
             # Found out while the call was under way, and reason enough for the refusal.
             self._put_back(live)
             return
         live, cut_at = self._in_order(live)
-        whole = Group(0, len(live))
+        whole = Slice(0, len(live))
         if failure.refusal.kind == "split":
             size = min(failure.refusal.batch_max or failure.size, (failure.size + 1) // 2)
-            parts = [Group(first, min(first + size, len(live)), 1) for first in range(0, len(live), size)]
-            search = Search([], parts)
+            parts = [Slice(first, min(first + size, len(live)), 1) for first in range(0, len(live), size)]
+            search = Bisection([], parts)
         else:
-            search = Search([whole], cut_at=cut_at)
-        case = Case(live, search, failure, self._clock())
+            search = Bisection([whole], cut_at=cut_at)
+        case = BisectionRun(live, search, failure, self._clock())
         case.is_unproven = not self._pool.is_proven
         if failure.refusal.kind == "bisect":
             case.note(whole, failure)
@@ -187,8 +187,8 @@ class Isolation:
 
     def add_known(self, requests: list[Request]) -> None:
         """These inputs are known to make batches fail: each is sent alone."""
-        singles = [Group(index, index + 1) for index in range(len(requests))]
-        self._begin(Case(requests, Search([], singles), None, self._clock()))
+        singles = [Slice(index, index + 1) for index in range(len(requests))]
+        self._begin(BisectionRun(requests, Bisection([], singles), None, self._clock()))
 
     async def finish(self, timeout_s: float) -> None:
         """Wait for the searches under way; past the timeout they are given up."""
@@ -212,7 +212,7 @@ class Isolation:
         """Look at slots, deadlines and the account a little later, and again while that may change something."""
         self._looks.start()
 
-    def _begin(self, case: Case) -> None:
+    def _begin(self, case: BisectionRun) -> None:
         self._cases[case] = None
         self._is_idle.clear()
         self._start_steps()
@@ -222,16 +222,16 @@ class Isolation:
         for case in list(self._cases):
             self._look_at(case)
         self._start_steps()
-        if self._offenders and self._pool.free_apart() > 0:
-            self._pool.ring()  # batches of offenders may have waited for this
+        if self._quarantined and self._pool.free_for_quarantined() > 0:
+            self._pool.notify()  # batches of quarantined owners may have waited for this
         if not self._cases:
             self._is_idle.set()
-        if self._cases or self._offenders:
+        if self._cases or self._quarantined:
             self._looks.start()
         else:
             self._looks.stop()
 
-    def _look_at(self, case: Case) -> None:
+    def _look_at(self, case: BisectionRun) -> None:
         """Tell those for whom it is too late, and end what is over."""
         too_late = self._clock() + min(self._attempts.service_s, STEP_S_MAX)
         late = [case.batch[index] for index in case.search.waiting() if case.batch[index].deadline <= too_late]
@@ -252,13 +252,13 @@ class Isolation:
                 self._broke([case.batch[index] for index in indices])
                 self._cases.pop(case, None)
 
-    def _is_in_vain(self, case: Case) -> bool:
+    def _is_in_vain(self, case: BisectionRun) -> bool:
         """Rule 9. The whole counts as well as its halves."""
         if case.failure is None or len(case.wholes_refused) < WHOLES_REFUSED_MAX or self._goes_on(case):
             return False
         return not any(self._attempts.others_had(request) for request in case.batch)
 
-    def _leave_to_others(self, case: Case) -> None:
+    def _leave_to_others(self, case: BisectionRun) -> None:
         """What waits of a search goes back to the queue, for another batcher."""
         waiting = [case.batch[index] for index in case.search.waiting()]
         went = {request.owner for request in waiting if self._attempts.goes_back(request)}
@@ -278,12 +278,12 @@ class Isolation:
                 return
             self._start(case, member)
 
-    def _step_before_others(self, member: Member) -> Callable[[], None] | None:
+    def _step_before_others(self, member: EndpointState) -> Callable[[], None] | None:
         """A slot has become free: the step that takes it before anybody else may, if there is one."""
         chosen = self._choose(member) if self._cases else None
         return (lambda: self._start(chosen[0], member)) if chosen else None
 
-    def _choose(self, member: Member | None) -> tuple[Case, Wish] | None:
+    def _choose(self, member: EndpointState | None) -> tuple[BisectionRun, EndpointPreference] | None:
         """The case that may send something now, to this endpoint if one is named: that with the most unresolved."""
         others_wait = self._pool.others_wait()
         if others_wait and not self._few_wait() and self._is_enough(member):
@@ -291,16 +291,16 @@ class Isolation:
         allows = not others_wait or self._pool.isolation_allows()
         takes_turns = others_wait and (self._others_went or not self._is_last(member))
         is_free = takes_turns and self._few_wait()
-        best: tuple[int, Case, Wish] | None = None
+        best: tuple[int, BisectionRun, EndpointPreference] | None = None
         for case in self._cases:
             is_alive = self._is_alive(case)
             group = case.search.peek(is_alive=self._goes_on(case))
             if group is None:
                 continue
             if others_wait:
-                is_apart = case.batch[0].is_apart
-                goes = (allows or (is_free and not is_apart)) and self._goes_before(case, member)
-                if not goes and (is_alive or is_apart or not takes_turns):
+                is_quarantined = case.batch[0].is_quarantined
+                goes = (allows or (is_free and not is_quarantined)) and self._goes_before(case, member)
+                if not goes and (is_alive or is_quarantined or not takes_turns):
                     continue
             wish = self._wish(case, group)
             # While nothing is answered, the oldest is brought to its end: that tells of the endpoints.
@@ -312,23 +312,23 @@ class Isolation:
                 best = (unresolved, case, wish)
         return best[1:] if best else None
 
-    def _is_enough(self, member: Member | None) -> bool:
+    def _is_enough(self, member: EndpointState | None) -> bool:
         """Whether the next step would take the last free slot, which others need soon, and others are under way."""
         pool = self._pool
         under_way = sum(case.under_way for case in self._cases)
         return under_way >= pool.isolation.at_once(pool.total()) and self._is_last(member)
 
-    def _is_last(self, member: Member | None) -> bool:
+    def _is_last(self, member: EndpointState | None) -> bool:
         """Whether no slot is free but this one, which has become free just now, or the one that would be taken."""
         return self._pool.free() <= (member is None)
 
-    def _goes_before(self, case: Case, member: Member | None) -> bool:
+    def _goes_before(self, case: BisectionRun, member: EndpointState | None) -> bool:
         """Whether a step of this search is worth more than a batch of others, who lose a slot by it.
 
         Simulated at 78 % load (four slots of 200 ms, one bad input in 1,000 and in 2,000): it resolves as many as a
         search that always goes first, and nine out of ten others do not notice.
         """
-        if case.batch[0].is_apart:
+        if case.batch[0].is_quarantined:
             return self._apart_goes_before()
         unresolved, max_batch = case.search.unresolved, self._max_batch()
         batches = OTHERS_BATCHES - self._batches_missed(member)
@@ -337,7 +337,7 @@ class Isolation:
         waited_s = self._clock() - case.waiting_since
         return waited_s > (STARVED_S if 2 * unresolved >= max_batch else STARVED_SMALL_S)
 
-    def _batches_missed(self, member: Member | None) -> float:
+    def _batches_missed(self, member: EndpointState | None) -> float:
         """How many batches of others come together until the next slot is free: 1 where slots become free evenly.
 
         They do not once calls have begun close to one another: then they end so, too, and nobody gets a slot for long.
@@ -346,7 +346,7 @@ class Isolation:
             return 0.0
         return min(MISSED_MAX, self._attempts.next_end_s() * self._pool.total() / max(self._attempts.service_s, 1e-6))
 
-    def _apart_may_go(self) -> bool:
+    def _quarantined_may_go(self) -> bool:
         pool = self._pool
         if not pool.others_wait():
             # The last free slot is for those who come next, if that is known to happen.
@@ -355,20 +355,20 @@ class Isolation:
         return pool.isolation_allows() and self._apart_goes_before()
 
     def apart_sent(self) -> None:
-        """A batch of offenders has taken a slot though others wait."""
-        self._apart_at = self._clock()
+        """A batch of quarantined owners has taken a slot though others wait."""
+        self._quarantined_at = self._clock()
 
-    def batch_sent(self, is_apart: bool) -> None:
+    def batch_sent(self, is_quarantined: bool) -> None:
         """A batch has taken a slot."""
-        self._others_went = self._others_went or not is_apart
+        self._others_went = self._others_went or not is_quarantined
 
     def _apart_goes_before(self) -> bool:
-        few_wait = self._others_worth() < OTHERS_SHARE_APART * self._max_batch()
-        return few_wait or self._apart_is_due()
+        few_wait = self._others_worth() < OTHERS_SHARE_QUARANTINED * self._max_batch()
+        return few_wait or self._quarantined_is_due()
 
-    def _apart_is_due(self) -> bool:
+    def _quarantined_is_due(self) -> bool:
         """By age they would never go where others wait as long as they may, and are shed then."""
-        return self._clock() - self._apart_at > STARVED_APART_S
+        return self._clock() - self._quarantined_at > STARVED_QUARANTINED_S
 
     def _few_wait(self) -> bool:
         return self._all_waiting() < FEW_SHARE * self._max_batch()
@@ -377,7 +377,7 @@ class Isolation:
         """How many of those who wait would be answered by the next batch, if there were room for all."""
         return self._others_waiting() * (1.0 - self._pool.isolation.mostly_refused)
 
-    def _is_alive(self, case: Case) -> bool:
+    def _is_alive(self, case: BisectionRun) -> bool:
         """Whether an endpoint has shown that it answers; where the refusal blames the input, lately is enough."""
         failure = case.failure
         if failure is None:
@@ -385,36 +385,36 @@ class Isolation:
         since = self._clock() - WELL_S if failure.is_certain else case.started
         return case.search.any_answered or self._pool.is_alive(since)
 
-    def _goes_on(self, case: Case) -> bool:
+    def _goes_on(self, case: BisectionRun) -> bool:
         """Whether a search goes on though nothing was answered: a refusal that blames the input is an answer, too."""
         return self._is_alive(case) or (case.failure is not None and case.failure.is_certain)
 
-    def _wish(self, case: Case, group: Group) -> Wish:
+    def _wish(self, case: BisectionRun, group: Slice) -> EndpointPreference:
         """Rather not an endpoint that refused; and for few, whose fate hangs on it, one that is known to be well."""
         alone, failure = case.refused_alone_by.get(group.first), case.failure
         if alone:  # asked again
-            return Wish(frozenset(alone), known_well=True)
+            return EndpointPreference(frozenset(alone), known_well=True)
         failed = [each for each in (failure.member, failure.refused_too) if each] if failure is not None else []
         if not self._pool.has_others(*failed):
             del failed[1:]  # the one that was not in doubt
-        return Wish(frozenset(failed), known_well=group.size <= FEW)
+        return EndpointPreference(frozenset(failed), known_well=group.size <= FEW)
 
     # Steps.
 
-    def _start(self, case: Case, member: Member) -> None:
+    def _start(self, case: BisectionRun, member: EndpointState) -> None:
         share = self._shares.share(case.batch[0].lane_key)
         search = case.search
         singly = is_singly(share, len(search.refused_alone), search.answered_members)
         group = search.take_next(is_alive=self._goes_on(case), singly=singly)
         assert group is not None  # `_choose` has asked
-        is_apart = case.batch[0].is_apart
+        is_quarantined = case.batch[0].is_quarantined
         is_last = not self._pool.free()
-        is_free = not is_apart and self._few_wait() and (self._others_went or not is_last)
+        is_free = not is_quarantined and self._few_wait() and (self._others_went or not is_last)
         is_paid = self._pool.others_wait() and not is_free
         if is_paid:
             self._pool.isolation.pay(self._attempts.service_s)
-            if is_apart:
-                self._apart_at = self._clock()
+            if is_quarantined:
+                self._quarantined_at = self._clock()
         if is_last:
             self._others_went = False
         case.under_way += 1
@@ -423,10 +423,10 @@ class Isolation:
         self._steps.add(step)
         step.add_done_callback(self._steps.discard)
 
-    async def _step(self, case: Case, group: Group, member: Member, is_paid: bool) -> None:
+    async def _step(self, case: BisectionRun, group: Slice, member: EndpointState, is_paid: bool) -> None:
         members = case.batch[group.first : group.end]
         started, paid_s = self._clock(), self._attempts.service_s
-        result: Failure | Member | None = None
+        result: Failure | EndpointState | None = None
         try:
             result = await self._attempts.send(members, member, ignore, is_search=True)
         except Exception:
@@ -441,7 +441,7 @@ class Isolation:
         try:
             if result is None:
                 case.search.left(group)
-            elif isinstance(result, Member):
+            elif isinstance(result, EndpointState):
                 self._answered(case, group, result)
             else:
                 self._failed(case, group, result)
@@ -451,7 +451,7 @@ class Isolation:
         self._look_at(case)
         self._start_steps()
 
-    def _answered(self, case: Case, group: Group, member: Member) -> None:
+    def _answered(self, case: BisectionRun, group: Slice, member: EndpointState) -> None:
         case.search.answered(group)
         case.answered_by.add(member)
         case.parts_answered.append(group)
@@ -462,7 +462,7 @@ class Isolation:
             # An endpoint that refused alone what another one answers is at fault.
             self._blame(case.refused_alone_by.pop(index, ()))
 
-    def _failed(self, case: Case, group: Group, result: Failure) -> None:
+    def _failed(self, case: BisectionRun, group: Slice, result: Failure) -> None:
         members = case.batch[group.first : group.end]
         if result.refusal.kind == "bisect":
             # What was refused before the first answer counts as a batch when a part of it is refused after it.
@@ -481,7 +481,7 @@ class Isolation:
                     self._give_up(request, result.error, result.started)
             case.search.left(group)
 
-    def _refused(self, case: Case, group: Group, result: Failure) -> None:
+    def _refused(self, case: BisectionRun, group: Slice, result: Failure) -> None:
         case.note(group, result)
         share = self._shares.share(case.batch[0].lane_key)
         clears = self._is_alive(case) and may_clear(share, self._max_batch())
@@ -498,12 +498,12 @@ class Isolation:
 
     # Verdicts.
 
-    def _judge_all(self, case: Case) -> bool:
+    def _judge_all(self, case: BisectionRun) -> bool:
         """Look again at those who were refused alone: whether somebody is asked about again."""
         asked_again = [self._judge(case, index) for index in list(case.search.refused_alone)]
         return any(asked_again)
 
-    def _judge(self, case: Case, index: int) -> bool:
+    def _judge(self, case: BisectionRun, index: int) -> bool:
         """A request was refused that was alone in its call: whether another endpoint is asked about it."""
         request, failure = case.batch[index], case.last[index]
         if request.phase == DONE:
@@ -527,7 +527,7 @@ class Isolation:
             return True
         return False
 
-    def _is_at_fault(self, case: Case, index: int) -> bool:
+    def _is_at_fault(self, case: BisectionRun, index: int) -> bool:
         """Rule 5."""
         failure = case.last[index]
         if failure.started < self._pool.proven_at:
@@ -535,7 +535,7 @@ class Isolation:
         by, by_alone = case.refused_by.get(index, set()), case.refused_alone_by.get(index, set())
         lane = case.batch[index].plain_key
 
-        def is_right(members: set[Member], since: float) -> bool:
+        def is_right(members: set[EndpointState], since: float) -> bool:
             if members & case.answered_by:
                 return True
             return any(self._pool.answered_lane(member, lane, since) for member in members)
@@ -550,7 +550,7 @@ class Isolation:
         trusted = {member for member in by if not member.breaker.was_healed}
         return len(trusted) > 1 and is_right(trusted & by_alone, case.started)
 
-    def _convict(self, case: Case, request: Request, failure: Failure) -> None:
+    def _convict(self, case: BisectionRun, request: Request, failure: Failure) -> None:
         """The model refuses this input: tell its client, keep it for a person, and send it alone from now on."""
         self.poisoned += 1
         self._known_poison.add(request, self._clock())
@@ -559,7 +559,7 @@ class Isolation:
         else:
             self._offends(request.owner, failure.started)
         # In the lane where the next ones of this owner will be.
-        request.is_apart = (self._model, request.owner) in self._offenders
+        request.is_quarantined = (self._model, request.owner) in self._quarantined
         self._shares.refused(request.lane_key)
         self._give_up(request, input_refused(failure), failure.started)
 
@@ -571,23 +571,25 @@ class Isolation:
         if found is not None:
             self._common.forget()
             self._pool.isolation.refused_share = 0.0  # the reason for it is gone
-            self._offends(found, self._clock(), OFFENDS_FROM)
+            self._offends(found, self._clock(), QUARANTINED_FROM)
 
     def _offends(self, owner: str, began: float, count: float = 1.0) -> None:
         if began < self._pool.proven_at:
             return  # it may be the endpoint that refuses everything
-        was_apart = (self._model, owner) in self._offenders
-        self._offenders.refused(self._model, owner, self._clock(), count)
-        if not was_apart and (self._model, owner) in self._offenders:
-            logger.warning("inputs of one client keep being refused; its requests ride apart for a while")
+        was_quarantined = (self._model, owner) in self._quarantined
+        self._quarantined.refused(self._model, owner, self._clock(), count)
+        if not was_quarantined and (self._model, owner) in self._quarantined:
+            logger.warning(
+                "inputs of one client keep being refused; its requests share no batch with others for a while"
+            )
             self._let_others_go()
             self.look_soon()
 
     def _let_others_go(self) -> None:
-        """Somebody was found to be an offender: that explains the refusals of batches with its inputs."""
+        """Somebody was quarantined: that explains the refusals of batches with its inputs."""
         for case in self._cases:
             waiting = [case.batch[index] for index in case.search.waiting()]
-            if case.failure is not None and not case.batch[0].is_apart and self._has_offender(waiting):
+            if case.failure is not None and not case.batch[0].is_quarantined and self._has_quarantined(waiting):
                 case.search.give_up()
                 self._put_back(waiting)
 
@@ -595,38 +597,38 @@ class Isolation:
         self._attempts.has_cleared = True
         self._broker.put_back(requests)
 
-    def _found_sick(self, member: Member) -> None:
+    def _found_sick(self, member: EndpointState) -> None:
         """What an endpoint failed was answered elsewhere: that explains its refusals, too."""
         if not self._pool.has_well(member):
             return
-        self._pool.healed(member)
+        self._pool.record_recovery(member)
         for case in self._cases:
             if case.failure is not None and case.failure.member is member and case.failure.refused_too is None:
                 waiting = [case.batch[index] for index in case.search.waiting()]
                 case.search.give_up()
                 self._put_back(waiting)
 
-    def _has_offender(self, requests: Iterable[Request]) -> bool:
-        offenders, model = self._offenders, self._model
-        return bool(offenders) and any((model, request.owner) in offenders for request in requests)
+    def _has_quarantined(self, requests: Iterable[Request]) -> bool:
+        quarantined, model = self._quarantined, self._model
+        return bool(quarantined) and any((model, request.owner) in quarantined for request in requests)
 
-    def _blame(self, sick: Iterable[Member | None], owners: Collection[str] = ()) -> None:
+    def _blame(self, sick: Iterable[EndpointState | None], owners: Collection[str] = ()) -> None:
         """Count one failure for each endpoint, however many of its refusals were wrong."""
         for member in sick:
             if member is not None:
-                self._pool.went_badly(member, owners)
+                self._pool.record_failure(member, owners)
                 self._make_way(member)
                 if not owners:
                     self._found_sick(member)
 
-    def _make_way(self, member: Member) -> None:
+    def _make_way(self, member: EndpointState) -> None:
         """What waits of an owner to whom an endpoint is closed must not stand in the way of the others."""
         blamed = member.breaker.blamed_owner if self._pool.is_proven else None
         if member.breaker.state != "closed" and blamed is not None and not self._attempts.are_others_well():
-            self._offenders.refused(self._model, blamed, self._clock(), count=3.0)
+            self._quarantined.refused(self._model, blamed, self._clock(), count=3.0)
             self.look_soon()
 
-    def _end(self, case: Case) -> None:
+    def _end(self, case: BisectionRun) -> None:
         """Nothing can be sent any more."""
         del self._cases[case]
         failure = case.failure
@@ -642,7 +644,7 @@ class Isolation:
             if is_failure and len(owners) == 1 and not self._is_alive(case):
                 # Nothing at all was answered: each of these calls was a failure.
                 for member in case.refused_again_by(sick):
-                    self._pool.went_badly_again(member, *owners)
+                    self._pool.record_failure_again(member, *owners)
                     self._make_way(member)
         if failure is not None:
             self._look_at_good_wholes(case)
@@ -666,7 +668,7 @@ class Isolation:
         if not self._cases:
             self._is_idle.set()
 
-    def _look_at_good_wholes(self, case: Case) -> None:
+    def _look_at_good_wholes(self, case: BisectionRun) -> None:
         """Endpoints refused groups all parts of which were answered: each may have a limit, or is at fault."""
         good = case.good_wholes()
         for member, (size, parts_max) in good.items():
@@ -682,10 +684,10 @@ class Isolation:
         if good:
             self._take_back_offences(case)
 
-    def _take_back_offences(self, case: Case) -> None:
+    def _take_back_offences(self, case: BisectionRun) -> None:
         """What was refused was none of its owners' fault, as far as is known."""
         for owner in case.counted:
-            self._offenders.take_back(self._model, owner, self._clock())
+            self._quarantined.take_back(self._model, owner, self._clock())
 
     def _broke(self, members: list[Request]) -> None:
         """A defect, which must leave nobody without an outcome. Those who were put back have one to come."""
@@ -708,11 +710,11 @@ class Isolation:
         once. Otherwise the first cut goes by one digit of the owners' numbers, another one for each search: so a few
         searches tell together whom all refusals have in common.
         """
-        now, model, offenders = self._clock(), self._model, self._offenders
+        now, model, quarantined = self._clock(), self._model, self._quarantined
         owners = sorted({request.owner for request in batch})
         digit = self._serial % max(1, (len(owners) - 1).bit_length())
         last = {
-            owner: (offenders.is_suspect(model, owner, now), bool(number >> digit & 1))
+            owner: (quarantined.is_suspect(model, owner, now), bool(number >> digit & 1))
             for number, owner in enumerate(owners)
         }
         ordered = sorted(batch, key=lambda request: (last[request.owner], request.owner))

@@ -8,13 +8,13 @@
    offered: the probe.
 4. Breakers may take at most `eject_share_max` of the endpoints out, at least one; and any but the last that is known to
    be well. If every endpoint that is left fails as well, it is the upstream that is down, and all of them open.
-5. The pool is down while no breaker is closed and no probe is offered. So the door opens for a moment when a probe is
-   due: without a request there could be none.
-6. An endpoint that is closed to one owner only (breaker.py) has a probe on offer for all others at any time. Offenders,
-   retries and searches do not get it.
+5. The pool is down while no breaker is closed and no probe is offered. So requests are admitted for a moment when a
+   probe is due: without a request there could be none.
+6. An endpoint that is closed to one owner only (breaker.py) has a probe on offer for all others at any time.
+   Quarantined owners, retries and searches do not get it.
 7. Where there is a health page, it is asked before a probe is offered.
-8. Searches for bad inputs, and batches of offenders, have slots that nobody else wants, and a share of the time of the
-   others (slot_share.py). A search that has earned it gets a slot before it is offered to batching.
+8. Searches for bad inputs, and batches of quarantined owners, have slots that nobody else wants, and a share of the
+   time of the others (slot_share.py). A search that has earned it gets a slot before it is offered to batching.
 9. While a batch that failed at an endpoint is tried at another one, its slot is not offered if some other endpoint is
    known to be well. Else one that fails at once would be the first to be free each time, and draw all there is.
 10. An endpoint that fails is in doubt until it has answered a few calls: it is not known to be well meanwhile.
@@ -51,7 +51,7 @@ FIT_FAILED, FIT_OTHER, FIT_WELL = 0, 1, 2
 UTILIZATION_WEIGHT = 0.5
 
 
-class Member:
+class EndpointState:
     """An endpoint in the pool, and how it does."""
 
     __slots__ = (
@@ -139,11 +139,11 @@ class Member:
         self._busy_s_then, self._measured = busy_s, now
 
 
-class Wish(NamedTuple):
+class EndpointPreference(NamedTuple):
     """What a retry would rather have. It takes nothing less than the best of the endpoints in use, and waits for it."""
 
     # The endpoints that have failed: rather any other.
-    failed: frozenset[Member]
+    failed: frozenset[EndpointState]
     # Rather one that is known to be well.
     known_well: bool
 
@@ -159,7 +159,7 @@ class Pool:
         eject_share_max: float = 0.5,
         make_breaker: Callable[[], Breaker] = Breaker,
         make_load: Callable[[int], LoadLimit] = LoadLimit,
-        isolation_share: float = 0.2,
+        bisect_slot_share: float = 0.2,
         random_share: Callable[[], float] = random.random,
     ) -> None:
         self._clock = clock
@@ -169,27 +169,27 @@ class Pool:
         self._eject_share_max = eject_share_max
         self._random_share = random_share
         # One entry for each free slot, dealt round so that consecutive batches go to different endpoints.
-        self._free: deque[Member] = deque()
+        self._free: deque[EndpointState] = deque()
         for turn in range(max(member.limit for member in self.members)):
             for member in self.members:
                 if turn < member.limit:
                     self._offer(member)
-        self._retries: deque[tuple[Wish, asyncio.Future[Member]]] = deque()
+        self._retries: deque[tuple[EndpointPreference, asyncio.Future[EndpointState]]] = deque()
         # Those that have answered well, the latest last: whoever looks for one that is well need not look at them all.
-        self._answered: dict[Member, None] = {}
+        self._answered: dict[EndpointState, None] = {}
         # What `total` says; None when it is to be counted again.
         self._slots_in_use: int | None = None
         # Called when a slot becomes free.
-        self._rings: list[Callable[[], None]] = []
-        self._probe_timers: dict[Member, asyncio.TimerHandle] = {}
+        self._notifies: list[Callable[[], None]] = []
+        self._probe_timers: dict[EndpointState, asyncio.TimerHandle] = {}
         # Endpoints that were removed with calls under way, and what to do when those have ended.
-        self._leaving: dict[Member, Callable[[], None]] = {}
+        self._leaving: dict[EndpointState, Callable[[], None]] = {}
         # Slot-seconds of endpoints that are no longer here.
         self._busy_s_gone = 0.0
         # When an endpoint answered a call well for the first time. No input can be blamed for what became of a call
         # that began before that (first_contact.py).
         self.proven_at = inf
-        # True while no endpoint may be called: synchronous requests are refused at the door then.
+        # True while no endpoint may be called: synchronous requests are refused on admission then.
         self.is_down = False
         # How many endpoints work, as far as is known. True while none does: some may be tried with a call at a time.
         self._closed = len(self.members)
@@ -203,14 +203,14 @@ class Pool:
         # True while a limit of some endpoint is known; see `batch_max`.
         self.has_batch_limits = False
         # Rule 7: asks an endpoint's health page; None where there is none.
-        self.ask_health: Callable[[Member, Callable[[bool], None]], None] | None = None
+        self.ask_health: Callable[[EndpointState, Callable[[bool], None]], None] | None = None
         # Rule 8: the account, whether anybody else waits for a slot, and a search that takes this slot before them.
-        self.isolation = SlotShare(isolation_share)
+        self.isolation = SlotShare(bisect_slot_share)
         self.others_wait: Callable[[], bool] = lambda: True
-        # Whether a batch of offenders may take a slot.
-        self.apart_may_go: Callable[[], bool] = lambda: True
-        self.apart_is_due: Callable[[], bool] = lambda: False
-        self.search_for: Callable[[Member], Callable[[], None] | None] = lambda member: None
+        # Whether a batch of quarantined owners may take a slot.
+        self.quarantined_may_go: Callable[[], bool] = lambda: True
+        self.quarantined_is_due: Callable[[], bool] = lambda: False
+        self.search_for: Callable[[EndpointState], Callable[[], None] | None] = lambda member: None
 
     def __repr__(self) -> str:
         return f"<Pool slots={self.total()} free={self.free()} retries={len(self._retries)} down={self.is_down}>"
@@ -230,19 +230,19 @@ class Pool:
         """Slots that could take a batch now."""
         return len(self._free)
 
-    def free_apart(self) -> int:
-        """Slots that could take a batch of offenders now."""
-        if not self._free or not self.apart_may_go():
+    def free_for_quarantined(self) -> int:
+        """Slots that could take a batch of quarantined owners now."""
+        if not self._free or not self.quarantined_may_go():
             return 0
         shut = (member for member in self.members if member.breaker.state != "closed")
         return len(self._free) - sum(member.offered for member in shut if self._is_for_others(member))
 
-    def is_apart_due(self) -> bool:
-        """Whether offenders have waited so long that a batch of them goes before others."""
-        return self.apart_is_due()
+    def is_quarantined_due(self) -> bool:
+        """Whether quarantined owners have waited so long that a batch of them goes before others."""
+        return self.quarantined_is_due()
 
     def isolation_allows(self) -> bool:
-        """Whether a search, or a batch of offenders, may take a slot that others want."""
+        """Whether a search, or a batch of quarantined owners, may take a slot that others want."""
         return self.isolation.allows(self._clock(), self.total())
 
     def busy(self) -> int:
@@ -269,17 +269,17 @@ class Pool:
         """Whether no endpoint has answered a call well, though some were made."""
         return not self.is_proven and any(member.trouble is not None for member in self.members)
 
-    def when_slot_frees(self, ring: Callable[[], None]) -> None:
-        """Have `ring` called when a slot becomes free."""
-        self._rings.append(ring)
+    def when_slot_frees(self, notify: Callable[[], None]) -> None:
+        """Have `notify` called when a slot becomes free."""
+        self._notifies.append(notify)
 
     def when_health_changes(self, tell: Callable[[], None]) -> None:
         """Have `tell` called when an endpoint that worked has failed, and when one works again."""
         self._health_changes.append(tell)
 
-    def take(self, is_apart: bool = False) -> Member:
-        """Take a free slot; there must be one. `is_apart`: for a batch of offenders."""
-        if is_apart:
+    def take(self, is_quarantined: bool = False) -> EndpointState:
+        """Take a free slot; there must be one. `is_quarantined`: for a batch of quarantined owners."""
+        if is_quarantined:
             member = next(member for member in self._free if not self._is_for_others(member))
             self._free.remove(member)
         else:
@@ -288,12 +288,12 @@ class Pool:
         self._start(member)
         return member
 
-    def ring(self) -> None:
+    def notify(self) -> None:
         """Tell batching that there may be a slot for it."""
-        for ring in self._rings:
-            ring()
+        for notify in self._notifies:
+            notify()
 
-    def take_at_once(self, wish: Wish) -> Member | None:
+    def take_at_once(self, wish: EndpointPreference) -> EndpointState | None:
         """A free slot of the endpoint that fits best, for a retry or a search; None if there is none now."""
         member = self._find_free(wish)
         if member is not None:
@@ -302,11 +302,11 @@ class Pool:
             self._start(member)
         return member
 
-    def has_free(self, wish: Wish) -> bool:
+    def has_free(self, wish: EndpointPreference) -> bool:
         """Whether `take_at_once` would find a slot."""
         return self._find_free(wish) is not None
 
-    def fits(self, member: Member, wish: Wish) -> bool:
+    def fits(self, member: EndpointState, wish: EndpointPreference) -> bool:
         """Whether none of the endpoints in use fits better."""
         return self._fit(member, wish) >= self._best_fit(wish)
 
@@ -330,7 +330,7 @@ class Pool:
             not member.breaker.allows(now) and member.breaker.blamed_owner in (None, owner) for member in self.members
         )
 
-    def give_back(self, member: Member) -> None:
+    def give_back(self, member: EndpointState) -> None:
         """End the use of a slot. What the call showed of the endpoint is said by `went_well` or `went_badly`."""
         member.busy_seconds(self._clock())
         member.in_flight -= 1
@@ -342,17 +342,17 @@ class Pool:
             # A little later: what this call showed must not be taken for the word of the next probe.
             self._wait_for_probe(member)
 
-    def is_helped(self, member: Member) -> None:
+    def is_helped(self, member: EndpointState) -> None:
         """A batch that failed there is tried again: rule 9, until `help_ended`. To be told before `give_back`."""
         member.helped += 1
 
-    def help_ended(self, member: Member) -> None:
+    def help_ended(self, member: EndpointState) -> None:
         """A batch that failed there has been answered elsewhere, or given up."""
         member.helped -= 1
         if member.breaker.state == "closed":
             self._offer_what_may_be(member)
 
-    def went_well(self, member: Member, lane: bytes = b"", began: float = -inf) -> None:
+    def record_success(self, member: EndpointState, lane: bytes = b"", began: float = -inf) -> None:
         """A call of a lane, which began then, was answered as it should be."""
         member.succeeded += 1
         self.proven_at = min(self.proven_at, self._clock())
@@ -379,7 +379,7 @@ class Pool:
             self._offer_what_may_be(member)
             self._notice_if_down()
 
-    def went_badly(self, member: Member, owners: Collection[str] = ()) -> None:
+    def record_failure(self, member: EndpointState, owners: Collection[str] = ()) -> None:
         """A call failed, through the endpoint's fault or, as far as is known, on inputs of these owners."""
         member.failed += 1
         probe, member.probing = member.probing, False
@@ -390,7 +390,7 @@ class Pool:
             ),
         )
 
-    def went_badly_again(self, member: Member, owner: str) -> None:
+    def record_failure_again(self, member: EndpointState, owner: str) -> None:
         """One more call of the same search failed, on inputs of this owner alone."""
         member.failed += 1
         self._failed(
@@ -398,17 +398,17 @@ class Pool:
             member.breaker.failed_again(self._clock(), self._random_share(), owner, may_open=self._may_eject(member)),
         )
 
-    def healed(self, member: Member) -> None:
+    def record_recovery(self, member: EndpointState) -> None:
         """What failed there was answered by another endpoint; told beside `went_badly`."""
         may_open = self.has_well(member)
-        self._failed(member, member.breaker.healed(self._clock(), self._random_share(), may_open=may_open))
+        self._failed(member, member.breaker.record_recovery(self._clock(), self._random_share(), may_open=may_open))
 
-    def doubt(self, member: Member) -> float:
+    def doubt(self, member: EndpointState) -> float:
         """A batch failed there, for whatever reason: rule 10. Returns the doubt that there was before."""
         before, member.doubt = member.doubt, min(member.doubt + 1.0, DOUBT_MAX)
         return before
 
-    def _failed(self, member: Member, is_opened: bool) -> None:
+    def _failed(self, member: EndpointState, is_opened: bool) -> None:
         if is_opened:
             self._withhold(member)
         self._slots_in_use = None
@@ -423,23 +423,23 @@ class Pool:
         self._notice_if_down()
         self._serve_retries()
 
-    def says_nothing(self, member: Member) -> None:
+    def says_nothing(self, member: EndpointState) -> None:
         """A call ended in a way that tells nothing of the endpoint: it was cancelled, for example."""
         if member.probing:
             member.probing = False
             member.breaker.probe_left()
 
-    def refused(self, member: Member) -> None:
+    def refused(self, member: EndpointState) -> None:
         """A call was refused, for its input perhaps, or because the endpoint is busy: that tells nothing of it.
 
         But where others are known to be well, an endpoint that does not answer its probe is left alone for longer.
         """
         if member.probing and self.has_well(member):
-            self.went_badly(member)
+            self.record_failure(member)
         else:
             self.says_nothing(member)
 
-    def is_well(self, member: Member) -> bool:
+    def is_well(self, member: EndpointState) -> bool:
         """Whether the endpoint answered a call well a short while ago, and is not in doubt."""
         return self._clock() - member.well_at <= WELL_S and member.doubt < IN_DOUBT_FROM
 
@@ -447,9 +447,9 @@ class Pool:
         """Whether every endpoint is closed to calls, or in doubt (rule 10)."""
         return all(member.breaker.state != "closed" or member.doubt >= IN_DOUBT_FROM for member in self.members)
 
-    def has_well(self, member: Member) -> bool:
+    def has_well(self, member: EndpointState) -> bool:
         """Whether another endpoint than this one is in use and known to be well."""
-        return self._best_fit(Wish(frozenset((member,)), known_well=True)) == FIT_WELL
+        return self._best_fit(EndpointPreference(frozenset((member,)), known_well=True)) == FIT_WELL
 
     def is_alive(self, since: float) -> bool:
         """Whether any endpoint in use has answered a call well since then."""
@@ -460,23 +460,23 @@ class Pool:
                 return True
         return False
 
-    def answered_lane(self, member: Member, lane: bytes, since: float) -> bool:
+    def answered_lane(self, member: EndpointState, lane: bytes, since: float) -> bool:
         """Whether the endpoint has answered a call of this lane that began since then: an older one proves nothing."""
         return member.well_lanes.get(hash(lane), -inf) > since
 
-    def has_others(self, *members: Member | None) -> bool:
+    def has_others(self, *members: EndpointState | None) -> bool:
         """Whether another endpoint than these is in use."""
         return any(other.breaker.state == "closed" and other not in members for other in self.members)
 
     async def take_for_retry(
-        self, failed: Iterable[Member], timeout_s: float, *, known_well: bool = False
-    ) -> Member | None:
+        self, failed: Iterable[EndpointState], timeout_s: float, *, known_well: bool = False
+    ) -> EndpointState | None:
         """A slot of the endpoint that fits best (see `Wish`); None if none frees in time."""
-        wish = Wish(frozenset(failed), known_well)
+        wish = EndpointPreference(frozenset(failed), known_well)
         free = self.take_at_once(wish)
         if free is not None:
             return free
-        future: asyncio.Future[Member] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[EndpointState] = asyncio.get_running_loop().create_future()
         self._retries.append((wish, future))
         try:
             await asyncio.wait([future], timeout=timeout_s)
@@ -491,7 +491,7 @@ class Pool:
                 self._retries = deque(entry for entry in self._retries if entry[1] is not future)
         return None if future.cancelled() else future.result()
 
-    def set_limit(self, member: Member, limit: int) -> None:
+    def set_limit(self, member: EndpointState, limit: int) -> None:
         """Let the endpoint have at most so many calls at once, from 1 to its slots."""
         member.limit = max(1, min(limit, member.endpoint.slots))
         self._slots_in_use = None
@@ -527,25 +527,25 @@ class Pool:
         for timer in self._probe_timers.values():
             timer.cancel()
 
-    def _start(self, member: Member) -> None:
+    def _start(self, member: EndpointState) -> None:
         member.busy_seconds(self._clock())
         member.in_flight += 1
         if member.breaker.started(self._clock()):
             member.probing = True
             self._notice_if_down()
 
-    def _member(self, endpoint: Endpoint) -> Member:
-        return Member(endpoint, self._make_breaker(), self._make_load(endpoint.slots), self._clock())
+    def _member(self, endpoint: Endpoint) -> EndpointState:
+        return EndpointState(endpoint, self._make_breaker(), self._make_load(endpoint.slots), self._clock())
 
-    def _gone(self, member: Member) -> None:
+    def _gone(self, member: EndpointState) -> None:
         self._busy_s_gone += member.busy_seconds(self._clock())
         self._leaving.pop(member)()
 
-    def _offer(self, member: Member) -> None:
+    def _offer(self, member: EndpointState) -> None:
         self._free.append(member)
         member.offered += 1
 
-    def _offer_what_may_be(self, member: Member) -> None:
+    def _offer_what_may_be(self, member: EndpointState) -> None:
         """Offer the slots of the endpoint that nobody has and nothing withholds: to retries first."""
         if member.is_leaving:
             return
@@ -564,9 +564,9 @@ class Pool:
             self._offer(member)
             if breaker.state != "closed":
                 self._notice_if_down()
-            self.ring()
+            self.notify()
 
-    def _find_free(self, wish: Wish) -> Member | None:
+    def _find_free(self, wish: EndpointPreference) -> EndpointState | None:
         """Whose free slot a retry may have. Asked often, of many slots: what is best is worked out once."""
         best = self._best_fit(wish)
         if best == FIT_WELL and not any(member.offered for member in self._known_well(wish)):
@@ -578,7 +578,7 @@ class Pool:
 
     def _serve_retries(self) -> None:
         """An endpoint went out: retries that waited for it may now have the one that failed them, if that is free."""
-        unmet: set[Wish] = set()
+        unmet: set[EndpointPreference] = set()
         for entry in list(self._retries):
             wish, future = entry
             if not self._free:
@@ -605,12 +605,12 @@ class Pool:
     def _may_probe(self, breaker: Breaker) -> bool:
         return breaker.allows(self._clock()) or breaker.allows_others()
 
-    def _is_for_others(self, member: Member) -> bool:
+    def _is_for_others(self, member: EndpointState) -> bool:
         """Rule 6: whether what is offered of the endpoint is for all but one owner."""
         breaker = member.breaker
         return breaker.state != "closed" and not breaker.allows(self._clock())
 
-    def _hand_to_retry(self, member: Member) -> bool:
+    def _hand_to_retry(self, member: EndpointState) -> bool:
         for index, (wish, future) in enumerate(self._retries):
             if not future.done() and self.fits(member, wish) and not self._is_for_others(member):
                 del self._retries[index]
@@ -619,7 +619,7 @@ class Pool:
                 return True
         return False
 
-    def _hand_to_search(self, member: Member) -> bool:
+    def _hand_to_search(self, member: EndpointState) -> bool:
         start = self.search_for(member) if member.breaker.state == "closed" else None
         if start is None:
             return False
@@ -627,12 +627,12 @@ class Pool:
         start()
         return True
 
-    def _withhold(self, member: Member) -> None:
+    def _withhold(self, member: EndpointState) -> None:
         """The breaker opened: offer nothing of it until a probe is due."""
         self._withdraw(member)
         self._wait_for_probe(member)
 
-    def _wait_for_probe(self, member: Member) -> None:
+    def _wait_for_probe(self, member: EndpointState) -> None:
         self._cancel_probe(member)
         if not member.is_leaving:
             is_for_others = member.breaker.allows_others() and not member.offered and member.in_flight < member.limit
@@ -640,7 +640,7 @@ class Pool:
             loop = asyncio.get_running_loop()
             self._probe_timers[member] = loop.call_later(delay_s + TIMER_S_MIN, self._probe_is_due, member)
 
-    def _probe_is_due(self, member: Member) -> None:
+    def _probe_is_due(self, member: EndpointState) -> None:
         breaker = member.breaker
         if breaker.state == "open" and not self._may_probe(breaker):
             self._wait_for_probe(member)  # the event loop's clock ran ahead
@@ -649,7 +649,7 @@ class Pool:
         else:
             self._offer_probe(member)
 
-    def _health_told(self, member: Member, is_well: bool) -> None:
+    def _health_told(self, member: EndpointState, is_well: bool) -> None:
         """Rule 7: its health page was asked, before a client's input is risked."""
         breaker = member.breaker
         if breaker.state != "open" or member.in_flight or member not in self.members:
@@ -663,7 +663,7 @@ class Pool:
         self._notice_if_down()
         self._wait_for_probe(member)
 
-    def _offer_probe(self, member: Member) -> None:
+    def _offer_probe(self, member: EndpointState) -> None:
         was_offered = member.offered
         self._offer_what_may_be(member)
         self._notice_if_down()
@@ -671,35 +671,35 @@ class Pool:
             self._wait_for_probe(member)  # when its pause is over, it is for all
         elif was_offered:  # for others; now it is for all
             self._serve_retries()
-            self.ring()
+            self.notify()
 
-    def _withdraw(self, member: Member) -> None:
+    def _withdraw(self, member: EndpointState) -> None:
         if member.offered:
             self._free = deque(other for other in self._free if other is not member)
             member.offered = 0
         self._cancel_probe(member)
 
-    def _cancel_probe(self, member: Member) -> None:
+    def _cancel_probe(self, member: EndpointState) -> None:
         timer = self._probe_timers.pop(member, None)
         if timer is not None:
             timer.cancel()
 
-    def _may_eject(self, member: Member) -> bool:
+    def _may_eject(self, member: EndpointState) -> bool:
         open_now = sum(other.breaker.state != "closed" for other in self.members)
         return open_now + 1 <= max(1, int(len(self.members) * self._eject_share_max)) or self.has_well(member)
 
-    def _best_fit(self, wish: Wish) -> int:
+    def _best_fit(self, wish: EndpointPreference) -> int:
         """How well the best of the endpoints in use fits."""
         if wish.known_well and any(member.breaker.state == "closed" for member in self._known_well(wish)):
             return FIT_WELL
         return FIT_OTHER if self.has_others(*wish.failed) else FIT_FAILED
 
-    def _fit(self, member: Member, wish: Wish) -> int:
+    def _fit(self, member: EndpointState, wish: EndpointPreference) -> int:
         if member in wish.failed:
             return FIT_FAILED
         return FIT_WELL if wish.known_well and self.is_well(member) else FIT_OTHER
 
-    def _known_well(self, wish: Wish) -> Iterator[Member]:
+    def _known_well(self, wish: EndpointPreference) -> Iterator[EndpointState]:
         """Those that are known to be well, but for those that failed; the latest first."""
         for member in reversed(self._answered):
             if self._clock() - member.well_at > WELL_S:

@@ -22,7 +22,7 @@ BELIEVED_S = 600.0
 END_BYTES = 4096
 
 
-class Print(NamedTuple):
+class Fingerprint(NamedTuple):
     """What is kept of a text in order to know it again."""
 
     size: int
@@ -30,22 +30,22 @@ class Print(NamedTuple):
     end: int
 
 
-def print_of(text: bytes, tail: Sequence[Data] = ()) -> Print:
+def fingerprint_of(text: bytes, tail: Sequence[Data] = ()) -> Fingerprint:
     """The print of a call: its body, and what follows it."""
     last = tail[-1] if tail else text
-    return Print(len(text) + sum(map(len, tail)), hash(text[:END_BYTES]), hash(bytes(last[-END_BYTES:])))
+    return Fingerprint(len(text) + sum(map(len, tail)), hash(text[:END_BYTES]), hash(bytes(last[-END_BYTES:])))
 
 
-def print_of_end(size: int, end: bytes) -> Print:
+def fingerprint_of_end(size: int, end: bytes) -> Fingerprint:
     """The print of an answer of `size`, of which only the last bytes are at hand."""
-    return Print(size, 0, hash(end[-min(size, END_BYTES) :]))
+    return Fingerprint(size, 0, hash(end[-min(size, END_BYTES) :]))
 
 
-class Exchange(NamedTuple):
+class CallAndAnswer(NamedTuple):
     """A call and its answer."""
 
-    call: Print
-    answer: Print
+    call: Fingerprint
+    answer: Fingerprint
 
 
 Verdict = Literal["nothing", "answers so", "repeats"]
@@ -57,12 +57,12 @@ class Repeats:
     __slots__ = ("_before", "_believed_until", "_doubted")
 
     def __init__(self) -> None:
-        self._doubted: Exchange | None = None
+        self._doubted: CallAndAnswer | None = None
         # The call whose answer it may be.
-        self._before: Print | None = None
+        self._before: Fingerprint | None = None
         self._believed_until = -inf
 
-    def is_doubtful(self, exchange: Exchange, before: Exchange, now: float) -> bool:
+    def is_doubtful(self, exchange: CallAndAnswer, before: CallAndAnswer, now: float) -> bool:
         """Whether this exchange, on a connection that had the one before it, is in doubt (rule 1)."""
         is_same = exchange.answer == before.answer and exchange.call != before.call
         if not is_same or exchange.answer.size < ANSWER_BYTES_MIN or now < self._believed_until:
@@ -70,7 +70,7 @@ class Repeats:
         self._doubted, self._before = exchange, before.call
         return True
 
-    def seen_alone(self, exchange: Exchange, now: float) -> Verdict:
+    def seen_alone(self, exchange: CallAndAnswer, now: float) -> Verdict:
         """What an exchange shows that was the first of its connection (rules 2 and 3)."""
         doubted = self._doubted
         if doubted is None:

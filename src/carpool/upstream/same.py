@@ -1,6 +1,6 @@
 """Inputs of a batch that are the same are sent once. Pure.
 
-For models whose results are kept. Requests of one gateway have shared a seat already; here those of several gateways
+For models whose results are kept. A gateway has coalesced its own requests already; here those of several gateways
 meet, and tasks. Leases, attempts and searches are about requests as before: only what is written in a call, and what
 comes back, is fewer.
 """

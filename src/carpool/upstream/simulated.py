@@ -25,7 +25,7 @@ import msgspec
 from msgspec import UNSET, Meta, Raw, UnsetType
 
 from carpool.core.clock import Clock, monotonic
-from carpool.upstream.endpoint import Answer, AttemptFailedError, Call, NoAnswerError
+from carpool.upstream.endpoint import AttemptFailedError, NoAnswerError, UpstreamCall, UpstreamResponse
 
 # A hanging call holds its slot until its client leaves, and no longer than this.
 HANG_S_MAX = 60.0
@@ -120,7 +120,7 @@ class Batch(Protocol):
         """One for each output."""
         ...
 
-    def answer(self, count: int) -> Answer:
+    def answer(self, count: int) -> UpstreamResponse:
         """The answer to the first `count` inputs."""
         ...
 
@@ -134,9 +134,9 @@ class SimulatedBatch(NamedTuple):
     # No input has an escape or a byte beyond ASCII.
     plain: bool
 
-    def answer(self, count: int) -> Answer:
+    def answer(self, count: int) -> UpstreamResponse:
         """The answer to the first `count` inputs."""
-        return Answer(200, outputs_json(self, count))
+        return UpstreamResponse(200, outputs_json(self, count))
 
 
 def read_call(body: bytes) -> SimulatedBatch:
@@ -211,9 +211,9 @@ def _has_input_with(text: bytes, body: bytes, inputs: Sequence[bytes | Raw]) -> 
     return text != b"" and text in body and any(text in bytes(raw) for raw in inputs)
 
 
-def error_answer(status: int, text: str) -> Answer:
+def error_answer(status: int, text: str) -> UpstreamResponse:
     """An answer that carries an error text."""
-    return Answer(status, msgspec.json.encode({"error": text}))
+    return UpstreamResponse(status, msgspec.json.encode({"error": text}))
 
 
 class SeenInputs:
@@ -273,9 +273,9 @@ class SimulatedCall(msgspec.Struct, eq=False):
     """One call at a simulated GPU: waiting without a timer, running with one, then ended."""
 
     # None: the connection is reset in place of an answer.
-    answer: Answer | None
+    answer: UpstreamResponse | None
     seconds: float
-    done: Callable[[Answer | None], None]
+    done: Callable[[UpstreamResponse | None], None]
     timer: Timer | None = None
     ended: bool = False
 
@@ -312,7 +312,7 @@ class SimulatedGpu:
         self._faultless = bound == 0.0
 
     def submit(
-        self, body: bytes, done: Callable[[Answer | None], None], read: Callable[[bytes], Batch] = read_call
+        self, body: bytes, done: Callable[[UpstreamResponse | None], None], read: Callable[[bytes], Batch] = read_call
     ) -> SimulatedCall:
         """Take a call; `done` gets its answer, or None for a reset. A bad call is refused at once, without a slot."""
         self._stats.calls += 1
@@ -348,7 +348,7 @@ class SimulatedGpu:
         self._account()
         return msgspec.structs.replace(self._stats, busy_seconds=round(self._stats.busy_seconds, 3))
 
-    def _decide(self, body: bytes, read: Callable[[bytes], Batch]) -> tuple[Answer | None, float]:
+    def _decide(self, body: bytes, read: Callable[[bytes], Batch]) -> tuple[UpstreamResponse | None, float]:
         """The answer to a call and how long it takes; raises CallRefusedError."""
         settings = self.settings
         batch = read(body)
@@ -370,10 +370,10 @@ class SimulatedGpu:
         if fault == "error" or _has_input_with(self._poison, body, batch.inputs):
             return error_answer(500, "the model failed on this batch"), seconds
         if fault == "garbage":
-            return Answer(200, _GARBAGE), seconds
+            return UpstreamResponse(200, _GARBAGE), seconds
         answered = count - 1 if fault == "short" else count
         if settings.dimensions and isinstance(batch, SimulatedBatch):
-            return Answer(200, vectors_json(batch, answered, settings.dimensions)), seconds
+            return UpstreamResponse(200, vectors_json(batch, answered, settings.dimensions)), seconds
         return batch.answer(answered), seconds
 
     def _draw_fault(self) -> str:
@@ -423,11 +423,11 @@ class SimulatedEndpoint:
         self.slots = settings.slots
         self.gpu = SimulatedGpu(settings, call_later=call_later, clock=clock)
 
-    async def post(self, call: Call, timeout_s: float) -> Answer:
+    async def post(self, call: UpstreamCall, timeout_s: float) -> UpstreamResponse:
         """Answer one call; raises AttemptFailedError on a reset or past `timeout_s`."""
-        reply: asyncio.Future[Answer | None] = asyncio.get_running_loop().create_future()
+        reply: asyncio.Future[UpstreamResponse | None] = asyncio.get_running_loop().create_future()
 
-        def done(answer: Answer | None) -> None:
+        def done(answer: UpstreamResponse | None) -> None:
             if not reply.done():
                 reply.set_result(answer)
 

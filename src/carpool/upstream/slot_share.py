@@ -1,4 +1,4 @@
-"""How much of the slots' time goes to searches and offenders while others wait. Pure: `now` is an argument.
+"""How much of the slots' time goes to searches and quarantined owners while others wait. Pure: `now` is an argument.
 
 1. They earn `share` of every slot-second, and pay what they use while others wait. What they don't use is carried over,
    up to CARRIED_S seconds of it; so a share of 0.05 of four slots is one slot for a fifth of the time.

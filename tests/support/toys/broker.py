@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from carpool.broker.memory import MemoryBroker
-from carpool.broker.parking import Parking
+from carpool.broker.pending import PendingRequests
 from carpool.core.clock import Clock
 from carpool.core.errors import CarpoolError, ClientLeft
 from carpool.core.outcome import Outcome, Output
@@ -18,21 +18,21 @@ class ToyQueue:
     """The gateway's half (`RequestQueue`): parks requests and puts them on the wire."""
 
     def __init__(self, wire: Wire, clock: Clock) -> None:
-        self.parking = Parking(waiting_max=100, bytes_max=10**6, models=["m"], clock=clock)
+        self.pending = PendingRequests(waiting_max=100, bytes_max=10**6, models=["m"], clock=clock)
         self.wire = wire
 
     def submit(self, request: Request) -> CarpoolError | None:
-        refusal = self.parking.park(request)
+        refusal = self.pending.park(request)
         if refusal is None:
             self.wire.append((request.number, request.model, request.parameters, request.input, request.deadline))
         return refusal
 
     def refusal_of_all(self, requests: Sequence[Request]) -> CarpoolError | None:
-        return self.parking.refusal_of_all(requests)
+        return self.pending.refusal_of_all(requests)
 
     def cancel(self, request: Request) -> None:
-        if request in self.parking:
-            self.parking.end(request, ClientLeft("the client left"))
+        if request in self.pending:
+            self.pending.end(request, ClientLeft("the client left"))
 
 
 class ToyFeed:
@@ -51,6 +51,6 @@ class ToyFeed:
 
     def settled(self, request: Request, outcome: Outcome) -> None:
         if isinstance(outcome, Output):
-            self.gateway.parking.settle_all([(int(request.id), 0, 0.0, outcome.value, None)], [outcome.call])
+            self.gateway.pending.settle_all([(int(request.id), 0, 0.0, outcome.value, None)], [outcome.call])
         else:
-            self.gateway.parking.fail(int(request.id), outcome)
+            self.gateway.pending.fail(int(request.id), outcome)

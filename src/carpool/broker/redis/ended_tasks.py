@@ -15,7 +15,7 @@ from itertools import count
 
 from carpool.broker.redis.client.link import Lost, RedisFailure
 from carpool.broker.redis.keys import Shard
-from carpool.broker.redis.steps import EndedTask, Steps, Unreadable
+from carpool.broker.redis.redis_ops import EndedTask, RedisOps, Unreadable
 from carpool.core.errors import CarpoolError
 from carpool.core.timers import Every
 
@@ -26,7 +26,7 @@ RETRY_S = 1.0
 class EndedTasks:
     """The receipts of steps that may end tasks, all with the same outcome."""
 
-    def __init__(self, steps: Steps, error: CarpoolError, counts: Callable[[EndedTask, CarpoolError], None]) -> None:
+    def __init__(self, steps: RedisOps, error: CarpoolError, counts: Callable[[EndedTask, CarpoolError], None]) -> None:
         self._steps = steps
         self._error = error
         self._counts = counts

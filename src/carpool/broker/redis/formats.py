@@ -17,8 +17,8 @@ import msgspec
 
 from carpool.core.errors import CarpoolError, InternalError, all_errors, task_time_passed
 from carpool.core.outcome import CallFacts
-from carpool.core.story import RequestState
 from carpool.core.tensors import PACKED, Data
+from carpool.core.timeline import RequestState
 
 # Entries of a newer format are left to newer programs.
 ENTRY_FORMAT = 4

@@ -28,7 +28,8 @@ evenly, they share the shards evenly.
   gateway (scripts/rates.lua) |
 | `<ns>:{tag}:kept`, `:kept-before` | hash | results for requests that are the same, by key; those that came before them
   (`cache_bytes` in `counts`: both, `cache_before`, `cache_entries`, `cache_least`: scripts/keep.lua) |
-| `<ns>:{tag}:bell` | channel | rung when a stream without unread entries gets some: how many, place, name, model |
+| `<ns>:{tag}:wakeup` | channel | published to when a stream without unread entries gets some: how many, place, name,
+  model |
 | `<ns>:replies:{<gateway>}` | stream | outcomes for one gateway's parked requests |
 | `<ns>:{fleet}:gateways`, `:batchers` | hash | who lives: name → heartbeat |
 | `<ns>:{fleet}:live` | hash | only while somebody looks at the live page: name → the last second of a process |
@@ -58,7 +59,7 @@ class Shard(msgspec.Struct, frozen=True):
     letters: bytes
     letter_bodies: bytes
     hooks: bytes
-    bell: bytes
+    wakeup: bytes
     # Tasks whose submitters have no answer yet.
     unsure: bytes
     # Results that are kept for requests that are the same, the later and the earlier ones.
@@ -129,7 +130,7 @@ class Keys:
             prefix + b"letters",
             prefix + b"letter",
             prefix + b"hooks",
-            prefix + b"bell",
+            prefix + b"wakeup",
             prefix + b"unsure",
             prefix + b"kept",
             prefix + b"kept-before",

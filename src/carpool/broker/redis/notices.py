@@ -5,7 +5,7 @@ Only a hint: a gateway that is not told looks by itself within a second. So noth
 
 from carpool.broker.redis.client.link import ignore
 from carpool.broker.redis.formats import Reply, encode_reply
-from carpool.broker.redis.steps import Steps
+from carpool.broker.redis.redis_ops import RedisOps
 from carpool.core.timers import OncePerTurn
 
 TASKS_A_NOTICE_MAX = 1000
@@ -14,7 +14,7 @@ TASKS_A_NOTICE_MAX = 1000
 class Notices:
     """Writes into the reply streams of gateways: what one turn of the event loop has for a gateway, in one entry."""
 
-    def __init__(self, steps: Steps) -> None:
+    def __init__(self, steps: RedisOps) -> None:
         self._steps = steps
         # By gateway.
         self._leaving: dict[bytes, list[str]] = {}
@@ -24,7 +24,7 @@ class Notices:
         """Tell the gateways, whose names are separated by spaces, that there is news of a task."""
         for gateway in gateways.split():
             self._leaving.setdefault(gateway, []).append(task_id)
-            self._flush.ring()
+            self._flush.notify()
 
     def _send(self) -> None:
         leaving, self._leaving = self._leaving, {}

@@ -32,7 +32,7 @@ if TYPE_CHECKING:  # slow to import, and most send no webhooks
 
 logger = logging.getLogger("carpool")
 
-# How often it is looked whether something is due; what is new is told by `ring`, where the outbox is in this process.
+# How often it is looked whether something is due; what is new is told by `notify`, where the outbox is in this process.
 LOOK_S = 1.0
 # Beyond the time that an attempt may take.
 LEASE_SPARE_S = 10.0
@@ -79,7 +79,7 @@ class Deliverer:
         self._claiming: asyncio.Task[None] | None = None
         self._is_rung = False
         self._is_closing = False
-        self._looks = Every(LOOK_S, self.ring)
+        self._looks = Every(LOOK_S, self.notify)
         # What became of attempts.
         self.results = Counter(delivered=0, failed=0, given_up=0)
 
@@ -90,7 +90,7 @@ class Deliverer:
         """Look now, and from now on."""
         self._looks.start_now()
 
-    def ring(self) -> None:
+    def notify(self) -> None:
         """Something may be due."""
         self._is_rung = True
         if self._claiming is None and not self._is_closing and self.outbox.waiting()[0]:
@@ -149,7 +149,7 @@ class Deliverer:
             del self._busy[host]
         if not task.cancelled() and (failure := task.exception()) is not None and not isinstance(failure, CarpoolError):
             logger.error("a webhook could not be sent", exc_info=failure)  # its lease ends, and it is due again
-        self.ring()
+        self.notify()
 
     async def _deliver(self, webhook: DueWebhook) -> None:
         try:

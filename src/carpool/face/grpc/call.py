@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from urllib.parse import unquote
 
 from carpool.core.errors import CarpoolError, Draining, Malformed, ReceiveTimeout
-from carpool.core.ports import Caller, Entry, Peer, RequestTraces
+from carpool.core.ports import Caller, LimitVerdict, Peer, RequestTraces
 from carpool.core.timers import TURN_S, SharedTurns
 from carpool.face.grpc.slow import SlowCalls
 from carpool.face.http.ids import request_id
@@ -26,12 +26,12 @@ NO_HEADERS: dict[bytes, bytes] = {}
 LINES_KEPT = 4096
 
 Metadata = tuple[tuple[str, str | bytes], ...]
-Answer = bytes | CarpoolError
+GrpcResult = bytes | CarpoolError
 Told = TypeVar("Told")
 Made = TypeVar("Made")
 
 
-class Call:
+class GrpcCall:
     """One call. `context` is grpcio's."""
 
     __slots__ = (
@@ -140,7 +140,7 @@ class Problems:
         # None where nothing is traced.
         self.traces = traces
 
-    def note(self, call: Call, error: CarpoolError, *, came_in: bool) -> None:
+    def note(self, call: GrpcCall, error: CarpoolError, *, came_in: bool) -> None:
         """One more; a request that came in is traced by itself."""
         self._count(error.code)
         if self.traces is not None and not came_in:
@@ -150,7 +150,7 @@ class Problems:
 class Method(NamedTuple):
     """What a service does when it is called."""
 
-    handle: Callable[[Call], Awaitable[Answer | None]]
+    handle: Callable[[GrpcCall], Awaitable[GrpcResult | None]]
     # It writes its answers by itself, any number of them, and returns None or an error.
     is_stream: bool = False
 
@@ -170,13 +170,13 @@ class Service(Protocol):
         ...
 
 
-async def enter(intake: Intake, call: Call) -> Caller | CarpoolError:
+async def enter(intake: Intake, call: GrpcCall) -> Caller | CarpoolError:
     """The caller, if it is known and within its limit; else why it does not come in. Raises as `identify`."""
     caller = call.peer.caller or intake.identify(call.headers, call.peer)
     if caller.limit is not None:
         entry = intake.enter(caller)
         if entry is None:
-            known: asyncio.Future[Entry] = asyncio.get_running_loop().create_future()
+            known: asyncio.Future[LimitVerdict] = asyncio.get_running_loop().create_future()
             intake.when_known(caller, partial(tell, known))
             entry = await known
         if isinstance(entry, CarpoolError):

@@ -11,7 +11,7 @@ from carpool.core.clock import Clock, monotonic
 from carpool.core.errors import CarpoolError, NotFound
 from carpool.core.protobuf import BadMessageError, as_text, fields, number_field
 from carpool.core.timers import Every
-from carpool.face.grpc.call import Answer, Call, Method
+from carpool.face.grpc.call import GrpcCall, GrpcResult, Method
 from carpool.face.grpc.messages import FIELDS_MAX, malformed
 from carpool.face.http.places import Places
 from carpool.face.intake import as_error
@@ -46,13 +46,13 @@ class Health:
         self._looks = Every(LOOK_S, self._look)
         self.methods: Mapping[str, Method] = {"Check": Method(self.check), "Watch": Method(self.watch, is_stream=True)}
 
-    async def check(self, call: Call) -> Answer:
+    async def check(self, call: GrpcCall) -> GrpcResult:
         """How it is now."""
         if service_in(await call.read()) not in self._services:
             raise NotFound("there is no such service here")
         return await self._now()
 
-    async def watch(self, call: Call) -> CarpoolError | None:
+    async def watch(self, call: GrpcCall) -> CarpoolError | None:
         """How it is now, and each time that it changes; ends with the listening."""
         if (refusal := self._places.refusal(call.peer.address)) is not None:
             return refusal
@@ -62,7 +62,7 @@ class Health:
             self._places.give_back(call.peer.address)
         return None
 
-    async def _watch(self, call: Call) -> None:
+    async def _watch(self, call: GrpcCall) -> None:
         is_known = service_in(await call.read()) in self._services
         last = b""
         while not self._is_draining:

@@ -12,22 +12,22 @@ import msgspec
 
 from carpool.core.errors import CarpoolError, Malformed
 from carpool.core.outcome import Outcome, Output
-from carpool.core.ports import NO_WISHES, Caller, Wishes
+from carpool.core.ports import NO_OPTIONS, Caller, RequestOptions
 from carpool.core.request import DONE, Request
 from carpool.core.task import StoredTask
 from carpool.core.webhook import URL_CHARS_MAX
-from carpool.face.grpc.call import Answer, Call, Method, Problems, enter, in_a_turn, tell
+from carpool.face.grpc.call import GrpcCall, GrpcResult, Method, Problems, enter, in_a_turn, tell
 from carpool.face.grpc.messages import (
-    Answers,
     PredictCall,
+    PredictResponses,
     read_get_result,
     read_predict,
     read_submit,
     submitted,
     task_message,
 )
-from carpool.face.grpc.stream import Streams
-from carpool.face.http.gateway import no_callbacks, possible_task_id, too_large_for, wishes_in, with_trace
+from carpool.face.grpc.stream import GrpcStreams
+from carpool.face.http.gateway import no_callbacks, options_in, possible_task_id, too_large_for, with_trace
 from carpool.face.http.places import Places
 from carpool.face.http.state import LONG_BODY_BYTES
 from carpool.face.http.wire import CLIENT_ID_CHARS_MAX, canonical_parameters, checked_input
@@ -74,8 +74,8 @@ class Inference:
         self.output_bytes = {
             model.name: found for model in intake.models() if (found := model.output_bytes) is not None
         }
-        self._answers = Answers(self.output_bytes)
-        self._streams = Streams(self, places, settings.unread_bytes_max)
+        self._answers = PredictResponses(self.output_bytes)
+        self._streams = GrpcStreams(self, places, settings.unread_bytes_max)
         self.methods: Mapping[str, Method] = {
             "Predict": Method(self.predict),
             "PredictStream": Method(self._streams.serve, is_stream=True),
@@ -88,13 +88,13 @@ class Inference:
         """Streams take nothing new."""
         self._streams.drain()
 
-    async def predict(self, call: Call) -> Answer:
+    async def predict(self, call: GrpcCall) -> GrpcResult:
         """One input, and its output."""
         caller = await enter(self.intake, call)
         if isinstance(caller, CarpoolError):
             return caller
         early = self._early
-        if early is not None and early.rooms[caller.tier] <= 0 and (refusal := early.refusal(caller)) is not None:
+        if early is not None and early.headroom[caller.tier] <= 0 and (refusal := early.refusal(caller)) is not None:
             return refusal
         message = await call.read()
         outcome: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
@@ -113,7 +113,7 @@ class Inference:
         return self._answers.message(request, found) if isinstance(found, Output) else found
 
     async def _ask_in_a_turn(
-        self, caller: Caller, call: Call, message: bytes, outcome: "asyncio.Future[Outcome]"
+        self, caller: Caller, call: GrpcCall, message: bytes, outcome: "asyncio.Future[Outcome]"
     ) -> Request:
         """The same when there is time for a long message."""
         requests: list[Request] = []
@@ -137,7 +137,7 @@ class Inference:
     def ask(
         self,
         caller: Caller,
-        call: Call,
+        call: GrpcCall,
         asked: PredictCall,
         request_id: str,
         waiter: Any,
@@ -146,23 +146,25 @@ class Inference:
     ) -> Request:
         """Let a synchronous request in; raises as `Intake.ask`, and Malformed for what the message has in it."""
         model, parameters, value = self._parts(caller, asked)
-        wishes = self._wishes(call, asked, remaining_s)
-        request = self.intake.ask(caller, model, parameters, value, request_id, waiter, ticket, asked.client_id, wishes)
+        options = self._options(call, asked, remaining_s)
+        request = self.intake.ask(
+            caller, model, parameters, value, request_id, waiter, ticket, asked.client_id, options
+        )
         call.came_in = request.phase != DONE  # else it was refused
         return request
 
-    async def submit(self, call: Call) -> Answer:
+    async def submit(self, call: GrpcCall) -> GrpcResult:
         """A task: answered once it is safe."""
         caller = await enter(self.intake, call)
         if isinstance(caller, CarpoolError):
             return caller
         message = await call.read()
-        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[GrpcResult] = asyncio.get_running_loop().create_future()
         await in_a_turn(self.intake.long_turns, message, partial(self._submit, caller, call, message, answer))
         del message
         return await answer
 
-    def _submit(self, caller: Caller, call: Call, message: bytes, answer: "asyncio.Future[Answer]") -> None:
+    def _submit(self, caller: Caller, call: GrpcCall, message: bytes, answer: "asyncio.Future[GrpcResult]") -> None:
         asked, callback_url = read_submit(message)
         model, parameters, value = self._parts(caller, asked)
         if len(callback_url) > URL_CHARS_MAX:
@@ -178,11 +180,11 @@ class Inference:
             value=value,
             client_id=asked.client_id,
             callback_url=self._check_callback(callback_url) if callback_url else "",
-            wishes=self._wishes(call, asked, None),
+            options=self._options(call, asked, None),
             accepted=accepted,
         )
 
-    async def get_result(self, call: Call) -> Answer:
+    async def get_result(self, call: GrpcCall) -> GrpcResult:
         """What became of a task, with a long poll if the client asks for one."""
         caller = self.intake.identify(call.headers, call.peer)
         task_id, wait_ms = read_get_result(await call.read())
@@ -211,11 +213,11 @@ class Inference:
             raise
         return task if isinstance(task, CarpoolError) else task_message(task)
 
-    async def cancel(self, call: Call) -> Answer:
+    async def cancel(self, call: GrpcCall) -> GrpcResult:
         """Cancel, discard or forget a task."""
         caller = self.intake.identify(call.headers, call.peer)
         task_id, _ = read_get_result(await call.read())  # the same first field
-        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[GrpcResult] = asyncio.get_running_loop().create_future()
 
         def done(error: CarpoolError | None) -> None:
             tell(answer, b"" if error is None else error)
@@ -242,18 +244,18 @@ class Inference:
             return model, parameters, model.binary_input(given)
         return model, parameters, checked_input(json_of(given, "input_json"), "input_json")
 
-    def _wishes(self, call: Call, asked: PredictCall, remaining_s: float | None) -> Wishes:
+    def _options(self, call: GrpcCall, asked: PredictCall, remaining_s: float | None) -> RequestOptions:
         """How a request is to be treated: by the sooner of two deadlines, and by its metadata."""
         headers = call.headers
-        wishes = wishes_in(headers, NO_PREFERENCES) if b"cache-control" in headers else NO_WISHES
+        options = options_in(headers, NO_PREFERENCES) if b"cache-control" in headers else NO_OPTIONS
         timeout_s = asked.timeout_ms / 1000 if asked.timeout_ms else None
         if remaining_s is not None and (timeout_s is None or remaining_s < timeout_s):
             timeout_s = remaining_s
         if timeout_s is not None:
-            wishes = Wishes(timeout_s, wishes.no_store, wishes.no_cache)
+            options = RequestOptions(timeout_s, options.no_store, options.no_cache)
         if self._begin_trace is not None and (trace := self._begin_trace(headers)) is not None:
-            wishes = with_trace(wishes, trace)
-        return wishes
+            options = with_trace(options, trace)
+        return options
 
 
 def json_of(given: bytes, field: str) -> msgspec.Raw:

@@ -11,8 +11,8 @@ from typing import Any
 
 from carpool.core.errors import CarpoolError, QueueFull, UnknownModel, without_frames
 from carpool.core.outcome import Output
-from carpool.core.ports import NO_WISHES, Caller, Entry, Wishes
-from carpool.face.grpc.call import Answer, Call, Method, Problems, in_turns, tell
+from carpool.core.ports import NO_OPTIONS, Caller, LimitVerdict, RequestOptions
+from carpool.face.grpc.call import GrpcCall, GrpcResult, Method, Problems, in_turns, tell
 from carpool.face.grpc.v2_messages import (
     InferCall,
     ModelName,
@@ -26,7 +26,7 @@ from carpool.face.grpc.v2_messages import (
     write_infer,
 )
 from carpool.face.http.faces import INFER, model_with_face
-from carpool.face.http.gateway import too_large_for, wishes_in
+from carpool.face.http.gateway import options_in, too_large_for
 from carpool.face.http.ids import acceptable_id, given_id
 from carpool.face.http.kserve_v2 import check_version, metadata_of
 from carpool.face.http.lists import Answers
@@ -58,15 +58,15 @@ class KServeV2:
     def drain(self) -> None:
         """Nobody stays."""
 
-    async def server_live(self, call: Call) -> Answer:
+    async def server_live(self, call: GrpcCall) -> GrpcResult:
         """Whoever answers lives."""
         return is_so(True)
 
-    async def server_ready(self, call: Call) -> Answer:
+    async def server_ready(self, call: GrpcCall) -> GrpcResult:
         """Ready when a model is."""
         return is_so(any(self._is_up(model.name) for model in self._intake.models()))
 
-    async def model_ready(self, call: Call) -> Answer:
+    async def model_ready(self, call: GrpcCall) -> GrpcResult:
         """One that is not there is not ready, as Triton has it."""
         caller = self._caller(call)
         try:
@@ -75,16 +75,16 @@ class KServeV2:
             return is_so(False)
         return is_so(self._is_up(model.name))
 
-    async def server_metadata(self, call: Call) -> Answer:
+    async def server_metadata(self, call: GrpcCall) -> GrpcResult:
         """Who answers."""
         return server_metadata("carpool", __version__)
 
-    async def model_metadata(self, call: Call) -> Answer:
+    async def model_metadata(self, call: GrpcCall) -> GrpcResult:
         """What is known of a model."""
         caller = self._caller(call)
         return model_metadata(metadata_of(self._model(read_model(await call.read()), caller)))
 
-    async def infer(self, call: Call) -> Answer:
+    async def infer(self, call: GrpcCall) -> GrpcResult:
         """The outputs of all rows."""
         caller = self._caller(call)
         try:
@@ -99,7 +99,7 @@ class KServeV2:
             return entry
         parameters, timeout_s = own_parameters(asked)
         call.own_id = given_id(call.headers) or acceptable_id(asked.id) or new_request_id()
-        reply = Reply(self._answers)
+        reply = GrpcReply(self._answers)
         begin = None if self._begin_trace is None else partial(self._begin_trace, call.headers)
         group = self._intake.ask_all(
             caller=caller,
@@ -109,7 +109,7 @@ class KServeV2:
             request_id=call.own_id,
             answer=reply.answer,
             came=reply.came,
-            wishes=wishes_of(call, timeout_s),
+            options=options_of(call, timeout_s),
             begin_trace=begin,
             route=f"{self.name}/ModelInfer",
         )
@@ -131,7 +131,7 @@ class KServeV2:
         finally:
             reply.end()
 
-    async def _read(self, call: Call, caller: Caller) -> tuple[ServedModel, InferCall, list[bytes]]:
+    async def _read(self, call: GrpcCall, caller: Caller) -> tuple[ServedModel, InferCall, list[bytes]]:
         """The model that is asked for, and one input for each row. The message is not kept."""
         message = await call.read()
         asked = read_infer(message)
@@ -143,20 +143,20 @@ class KServeV2:
         asked.tensors, asked.raw = [], [b""] if is_raw else []
         return model, asked, rows
 
-    async def _enter(self, call: Call, caller: Caller, cost: int) -> Entry:
+    async def _enter(self, call: GrpcCall, caller: Caller, cost: int) -> LimitVerdict:
         """Whether a caller with a limit comes in with so many rows."""
         if caller.limit is None:
             return b""
         entry = self._intake.enter_many(caller, cost)
         if entry is None:
-            known: asyncio.Future[Entry] = asyncio.get_running_loop().create_future()
+            known: asyncio.Future[LimitVerdict] = asyncio.get_running_loop().create_future()
             self._intake.when_known(caller, partial(tell, known), cost)
             entry = await known
         if isinstance(entry, bytes):
             call.tell_limit(entry)
         return entry
 
-    def _caller(self, call: Call) -> Caller:
+    def _caller(self, call: GrpcCall) -> Caller:
         return call.peer.caller or self._intake.identify(call.headers, call.peer)
 
     def _model(self, named: ModelName, caller: Caller) -> ServedModel:
@@ -166,7 +166,7 @@ class KServeV2:
         return model
 
 
-class Reply:
+class GrpcReply:
     """What a call waits for, and what it holds meanwhile."""
 
     def __init__(self, answers: Answers) -> None:
@@ -197,13 +197,13 @@ class Reply:
         self._held = 0
 
 
-def wishes_of(call: Call, timeout_s: float | None) -> Wishes:
+def options_of(call: GrpcCall, timeout_s: float | None) -> RequestOptions:
     """How the rows of a call are to be treated: by the sooner of two deadlines, and by its metadata."""
-    wishes = wishes_in(call.headers, {}) if b"cache-control" in call.headers else NO_WISHES
+    options = options_in(call.headers, {}) if b"cache-control" in call.headers else NO_OPTIONS
     remaining_s = call.remaining_s()
     if remaining_s is not None and (timeout_s is None or remaining_s < timeout_s):
         timeout_s = remaining_s
-    return wishes if timeout_s is None else Wishes(timeout_s, wishes.no_store, wishes.no_cache)
+    return options if timeout_s is None else RequestOptions(timeout_s, options.no_store, options.no_cache)
 
 
 def of_row(error: CarpoolError, number: int) -> CarpoolError:

@@ -130,7 +130,7 @@ def read_get_result(message: bytes) -> tuple[str, int]:
     return task_id, wait_ms
 
 
-class Answers:
+class PredictResponses:
     """Writes PredictResponses. What the members of a batch have in common is written once."""
 
     def __init__(self, output_bytes: Mapping[str, Callable[[Data], Octets]] | None = None) -> None:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from carpool.core.errors import GRPC_STATUS, CarpoolError, Malformed
 from carpool.core.protobuf import BadMessageError, Message, as_bytes, as_message, as_text, field, fields, number_field
-from carpool.face.grpc.call import Call, Method, leaving
+from carpool.face.grpc.call import GrpcCall, Method, leaving
 from carpool.face.grpc.messages import FIELDS_MAX, malformed
 from carpool.face.http.places import Places
 
@@ -82,7 +82,7 @@ class Reflection:
         self.name = name
         self._places = places
         self._services = services
-        self._open: set[Call] = set()
+        self._open: set[GrpcCall] = set()
         self.methods: Mapping[str, Method] = {"ServerReflectionInfo": Method(self.info, is_stream=True)}
 
     def drain(self) -> None:
@@ -90,7 +90,7 @@ class Reflection:
         for call in self._open:
             call.interrupt(leaving())
 
-    async def info(self, call: Call) -> CarpoolError | None:
+    async def info(self, call: GrpcCall) -> CarpoolError | None:
         """Answer question after question."""
         if (refusal := self._places.refusal(call.peer.address)) is not None:
             return refusal

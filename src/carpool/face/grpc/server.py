@@ -17,7 +17,7 @@ import msgspec
 from carpool.core.clock import Clock, monotonic
 from carpool.core.errors import GRPC_STATUS, CarpoolError, QueueFull, without_frames
 from carpool.core.ports import Peer
-from carpool.face.grpc.call import Call, Method, Problems, Service, address_of, metadata_of
+from carpool.face.grpc.call import GrpcCall, Method, Problems, Service, address_of, metadata_of
 from carpool.face.grpc.messages import status_message, status_text
 from carpool.face.grpc.slow import SlowCalls
 from carpool.face.intake import as_error
@@ -172,7 +172,7 @@ class GrpcServer:
 
         async def serve(_: Any, context: Any) -> bytes | None:
             peer_name: str = context.peer()
-            call = Call(context, path, peer_name, self._peer(peer_name), self.slow)
+            call = GrpcCall(context, path, peer_name, self._peer(peer_name), self.slow)
             answer: bytes | CarpoolError | None
             if self.calls >= self._limits.calls_max:
                 await self._refuse(call, QueueFull("too many calls at once; try again soon", retry_after_s=1))
@@ -195,7 +195,7 @@ class GrpcServer:
 
         return serve
 
-    async def _refuse(self, call: Call, error: CarpoolError) -> None:
+    async def _refuse(self, call: GrpcCall, error: CarpoolError) -> None:
         """End a call with an error.
 
         grpcio keeps what `abort` raises with the call, and raises it once more when the handler has returned. With the

@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Any
 
 from carpool.core.errors import CarpoolError, ClientLeft, Malformed, QueueFull
 from carpool.core.outcome import Outcome, Output
-from carpool.core.ports import Caller, Entry
+from carpool.core.ports import Caller, LimitVerdict
 from carpool.core.protobuf import Message
 from carpool.core.request import DONE, Request
-from carpool.face.grpc.call import Call, in_turns, leaving
-from carpool.face.grpc.messages import Answers, error_message, read_predict, read_stream, streamed
+from carpool.face.grpc.call import GrpcCall, in_turns, leaving
+from carpool.face.grpc.messages import PredictResponses, error_message, read_predict, read_stream, streamed
 from carpool.face.http.places import Places
 from carpool.face.intake import as_error, new_request_id
 
@@ -37,7 +37,7 @@ UNREAD_BYTES_MAX = 4 * 1024 * 1024
 MESSAGE_BYTES_MAX = 256 * 1024
 
 
-class Streams:
+class GrpcStreams:
     """All streams of a service."""
 
     def __init__(self, service: "Inference", places: Places, unread_bytes_max: int) -> None:
@@ -46,16 +46,16 @@ class Streams:
         self.unread_bytes_max = unread_bytes_max
         # Answers that wait to be written, over all streams.
         self.unread_bytes = 0
-        self._open: set[Stream] = set()
+        self._open: set[GrpcStream] = set()
         self._readers: set[asyncio.Task[None]] = set()
         self._is_draining = False
         self.turns = service.intake.turns
 
-    async def serve(self, call: Call) -> CarpoolError | None:
+    async def serve(self, call: GrpcCall) -> CarpoolError | None:
         """One stream, from its beginning to its end."""
         if self._is_draining:
             return leaving()
-        stream = Stream(self, call)
+        stream = GrpcStream(self, call)
         owner = stream.caller().owner  # who is not known has no stream
         if (refusal := self._places.refusal(owner)) is not None:
             return refusal
@@ -80,18 +80,18 @@ class Streams:
             stream.end(leaving(), at_once=False)
 
 
-class Stream:
+class GrpcStream:
     """One of them. It waits for the outcomes of its requests."""
 
     # For traces.
     route = "carpool.v1.Inference/PredictStream"
 
-    def __init__(self, streams: Streams, call: Call) -> None:
+    def __init__(self, streams: GrpcStreams, call: GrpcCall) -> None:
         self._streams = streams
         self._service = streams.service
         self._intake = streams.service.intake
         self._call = call
-        self._answers = Answers(streams.service.output_bytes)
+        self._answers = PredictResponses(streams.service.output_bytes)
         # By the client's ids: those that wait for an outcome, or for word of their rate limit (None).
         self._asked: dict[str, Request | None] = {}
         # What there is to write, and how many bytes that is; and how many answers are being written now.
@@ -107,7 +107,7 @@ class Stream:
         call.when_unread = self._give_up
 
     def __repr__(self) -> str:
-        return f"<Stream asked={len(self._asked)} ready={len(self._ready)} {'ended' if self._is_ended else 'open'}>"
+        return f"<GrpcStream asked={len(self._asked)} ready={len(self._ready)} {'ended' if self._is_ended else 'open'}>"
 
     async def run(self) -> CarpoolError | None:
         """Write answers until the last one; returns how the stream ends."""
@@ -116,7 +116,7 @@ class Stream:
             if self._ready:
                 await self._call.write(self._next_message())
                 self._written = 0
-                ring(self._room)
+                notify(self._room)
             elif self._is_broken or (self._is_ended and not self._asked):
                 return self._end
             else:
@@ -127,12 +127,12 @@ class Stream:
         """Read no more; and wait for no more outcomes, if that is to be."""
         if not self._is_broken and (at_once or not self._is_ended):
             self._is_ended, self._is_broken, self._end = True, at_once, why
-            ring(self._wake)
+            notify(self._wake)
 
     def close(self) -> None:
         """Nobody is there any more, or all is said (rule 4)."""
         self._is_ended = self._is_broken = True
-        ring(self._room)
+        notify(self._room)
         self._drop_ready()
         asked, self._asked = self._asked, {}
         for request in asked.values():
@@ -206,7 +206,7 @@ class Stream:
                 self._known(own_id, caller, request, entry)
             yield
 
-    def _known(self, own_id: str, caller: Caller, request: Message, entry: Entry) -> None:
+    def _known(self, own_id: str, caller: Caller, request: Message, entry: LimitVerdict) -> None:
         """It is known whether the client is within its limit."""
         if own_id not in self._asked:
             return  # the stream has ended
@@ -244,7 +244,7 @@ class Stream:
         streams.unread_bytes += len(answer)
         if streams.unread_bytes > streams.unread_bytes_max and self._ready_bytes > UNREAD_BYTES_MAX:
             self._give_up()  # its connection is ended soon, if it does not begin to read
-        ring(self._wake)
+        notify(self._wake)
 
     def _give_up(self) -> None:
         """The client does not read: it gets nothing more, and is told so if it reads on."""
@@ -273,7 +273,7 @@ class Stream:
         return message
 
 
-def ring(waiting: "asyncio.Future[None] | None") -> None:
+def notify(waiting: "asyncio.Future[None] | None") -> None:
     """Let somebody go on who waits, if anybody does."""
     if waiting is not None and not waiting.done():
         waiting.set_result(None)

@@ -7,7 +7,7 @@ import msgspec
 from carpool.core.errors import CarpoolError, NotFound
 from carpool.core.ports import DeadLetterDesk
 from carpool.core.snapshot import Snapshot
-from carpool.core.story import RequestState
+from carpool.core.timeline import RequestState
 from carpool.core.webhook import Outbox
 from carpool.face.http.admin_guard import COOKIE, AdminGuard
 from carpool.face.http.answers import Ready

@@ -26,7 +26,7 @@ LETTERS_LISTED_MAX = 1000
 LETTER_ID_MAX = 2**53 - 1
 
 # Status and body of an answer.
-Answer = tuple[int, bytes]
+StatusAndBody = tuple[int, bytes]
 
 
 class LetterListed(Page, frozen=True):
@@ -85,7 +85,7 @@ class DeadLetterRoutes:
         router.add(b"DELETE", b"/internal/dead-letters/", awaited(self.drop))
         router.add(b"POST", b"/internal/dead-letters/*/replay", awaited(self.replay))
 
-    async def page(self, exchange: Exchange, _: str) -> Answer:
+    async def page(self, exchange: Exchange, _: str) -> StatusAndBody:
         """`GET /internal/dead-letters`: some of them, without their inputs."""
         query = query_of(exchange)
         limit = whole_number(query.get("limit", str(LETTERS_LISTED)), "limit", 1, LETTERS_LISTED_MAX)
@@ -93,37 +93,37 @@ class DeadLetterRoutes:
         letters = [LetterListed(**summary_of(letter)) for letter in await self._desk.page(after, limit)]
         return 200, msgspec.json.encode(LettersListed(letters, self._desk.total()))
 
-    async def show(self, exchange: Exchange, letter_id: str) -> Answer:
+    async def show(self, exchange: Exchange, letter_id: str) -> StatusAndBody:
         """`GET /internal/dead-letters/{id}`: one, with its input."""
         letter = await self._desk.show(known_form(letter_id))
         value, parameters = msgspec.Raw(as_input(letter.input)), msgspec.Raw(letter.parameters or b"null")
         shown = LetterShown(**summary_of(letter.summary), owner=letter.owner, input=value, parameters=parameters)
         return 200, msgspec.json.encode(shown)
 
-    async def replay(self, exchange: Exchange, letter_id: str) -> Answer:
+    async def replay(self, exchange: Exchange, letter_id: str) -> StatusAndBody:
         """`POST /internal/dead-letters/{id}/replay`: make one a task again."""
         return 202, msgspec.json.encode(await self._desk.replay(known_form(letter_id)))
 
-    async def replay_all(self, exchange: Exchange, _: str) -> Answer:
+    async def replay_all(self, exchange: Exchange, _: str) -> StatusAndBody:
         """`POST /internal/dead-letters/replay`: make all, or those of one cause, tasks again."""
         cause = query_of(exchange).get("cause")
         if cause is not None and cause not in self._causes:
             raise Malformed(f"`cause` must be one of {', '.join(sorted(self._causes))}")
         return 202, msgspec.json.encode(await self._desk.replay_all(cause))
 
-    async def drop(self, exchange: Exchange, letter_id: str) -> Answer:
+    async def drop(self, exchange: Exchange, letter_id: str) -> StatusAndBody:
         """`DELETE /internal/dead-letters/{id}`."""
         await self._desk.drop(known_form(letter_id))
         return 204, b""
 
-    async def drop_all(self, exchange: Exchange, _: str) -> Answer:
+    async def drop_all(self, exchange: Exchange, _: str) -> StatusAndBody:
         """`DELETE /internal/dead-letters?all=true`."""
         if query_of(exchange).get("all") != "true":
             raise Malformed("this drops every dead letter; say so with `?all=true`, or name one by its id")
         return 200, msgspec.json.encode(LettersDropped(await self._desk.drop_all()))
 
 
-def awaited(work: Callable[[Exchange, str], Awaitable[Answer]]) -> Route:
+def awaited(work: Callable[[Exchange, str], Awaitable[StatusAndBody]]) -> Route:
     """A route that takes its time."""
     # The event loop holds its tasks only weakly.
     running: set[asyncio.Task[None]] = set()
@@ -136,7 +136,7 @@ def awaited(work: Callable[[Exchange, str], Awaitable[Answer]]) -> Route:
     return route
 
 
-async def _serve(work: Awaitable[Answer], exchange: Exchange) -> None:
+async def _serve(work: Awaitable[StatusAndBody], exchange: Exchange) -> None:
     try:
         status, body = await work
     except CarpoolError as error:

@@ -30,7 +30,7 @@ class ErrorPace:
         """Whether one more may leave now; else `send` is called when it may."""
         turn = self._turn
         if not turn.is_due:  # a call less for most of them
-            turn.ring()
+            turn.notify()
         if self._left > 0:
             self._left -= 1
             return True
@@ -43,4 +43,4 @@ class ErrorPace:
         for _ in range(number):
             self._waiting.popleft()()
         if self._waiting:
-            self._turn.ring()
+            self._turn.notify()

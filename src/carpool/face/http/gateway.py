@@ -24,7 +24,7 @@ from carpool.core.errors import (
     UnsupportedMedia,
 )
 from carpool.core.outcome import Outcome, Output
-from carpool.core.ports import NO_WISHES, Caller, Entry, RequestTraces, Wishes
+from carpool.core.ports import NO_OPTIONS, Caller, LimitVerdict, RequestOptions, RequestTraces
 from carpool.core.request import DONE, Request
 from carpool.core.task import StoredTask
 from carpool.core.tensors import Data
@@ -179,7 +179,7 @@ class GatewayRoutes:
                 self._does_not_come_in(exchange, caller, entry)
                 return
         early = self._early
-        if early is not None and early.rooms[caller.tier] <= 0 and not self.may_be_task(caller, headers, body):
+        if early is not None and early.headroom[caller.tier] <= 0 and not self.may_be_task(caller, headers, body):
             refusal = early.refusal(caller)
             if refusal is not None:
                 exchange.sink.answer_error(exchange, refusal)
@@ -191,27 +191,27 @@ class GatewayRoutes:
         model = self._intake.default_model if call.model is None else self._intake.model(call.model, caller)
         if len(body) > model.body_bytes_max:
             raise too_large_for(model)
-        mode, wishes = call.mode or caller.default_mode, NO_WISHES
+        mode, options = call.mode or caller.default_mode, NO_OPTIONS
         if not exchange.is_plain:
             prefer = preferences(headers.get(b"prefer", b""))
-            wishes = wishes_in(headers, prefer)
+            options = options_in(headers, prefer)
             if b"respond-async" in prefer:
                 mode = "async"
         parameters = b"" if call.parameters is UNSET else canonical_parameters(call.parameters)
         value = checked_input(call.input, "input")
         if self._begin_trace is not None and (trace := self._begin_trace(headers)) is not None:
-            wishes = with_trace(wishes, trace)
+            options = with_trace(options, trace)
         client_id = call.client_id or ""
         if mode == "async" or (self._task_tiers and not mode and caller.tier in model.task_tiers):
             callback_url = "" if call.callback_url is None else self._check_callback(call.callback_url)
-            self._submit(exchange, caller, model, parameters, value, client_id, callback_url, wishes)
+            self._submit(exchange, caller, model, parameters, value, client_id, callback_url, options)
             return
         if call.callback_url is not None:
             raise Malformed('`callback_url` goes with a task: add `"mode": "async"`, or leave it out')
         own_id = new_request_id() if exchange.is_plain else request_id(headers)
         # Not by name: this is the hot path, and matching nine names takes as long as three calls.
         ask, replies = self._intake.ask, self._inference_replies
-        self._park(exchange, ask(caller, model, parameters, value, own_id, replies, exchange, client_id, wishes))
+        self._park(exchange, ask(caller, model, parameters, value, own_id, replies, exchange, client_id, options))
 
     def predict(self, exchange: Exchange, _: str) -> None:
         """`POST /v1/predict`: JSON, or binary with the model in the query."""
@@ -247,10 +247,10 @@ class GatewayRoutes:
         headers = exchange.headers
         own_id, both = request_id(headers), self._bytes_replies.get(model.name, self._predict_replies)
         replies = both[b"accept" in headers and wants_octets(headers[b"accept"])]
-        wishes = wishes_in(headers, preferences(headers.get(b"prefer", b"")))
+        options = options_in(headers, preferences(headers.get(b"prefer", b"")))
         if self._begin_trace is not None and (trace := self._begin_trace(headers)) is not None:
-            wishes = with_trace(wishes, trace)
-        self._park(exchange, self._intake.ask(caller, model, b"", value, own_id, replies, exchange, "", wishes))
+            options = with_trace(options, trace)
+        self._park(exchange, self._intake.ask(caller, model, b"", value, own_id, replies, exchange, "", options))
 
     def result(self, exchange: Exchange, task_id: str) -> None:
         """`GET /v1/result/{task_id}`, with a long poll if the client asks for one."""
@@ -325,7 +325,7 @@ class GatewayRoutes:
         value: bytes,
         client_id: str,
         callback_url: str,
-        wishes: Wishes,
+        options: RequestOptions,
     ) -> None:
         """Admit a task; the exchange waits until it is safe."""
 
@@ -344,7 +344,7 @@ class GatewayRoutes:
             value=value,
             client_id=client_id,
             callback_url=callback_url,
-            wishes=wishes,
+            options=options,
             accepted=accepted,
         )
 
@@ -357,7 +357,7 @@ class GatewayRoutes:
         self._intake.leave(exchange.context)
 
 
-def _go_on(exchange: Exchange, entry: Entry) -> None:
+def _go_on(exchange: Exchange, entry: LimitVerdict) -> None:
     """It is known whether its client is within its limit."""
     if exchange.has_left:
         return
@@ -390,9 +390,9 @@ def task_json(task: StoredTask) -> bytes:
     )
 
 
-def with_trace(wishes: Wishes, trace: Trace) -> Wishes:
+def with_trace(options: RequestOptions, trace: Trace) -> RequestOptions:
     """What a client wishes, for a request that has a trace already."""
-    return Wishes(None, False, False, trace) if wishes is NO_WISHES else replace(wishes, trace=trace)
+    return RequestOptions(None, False, False, trace) if options is NO_OPTIONS else replace(options, trace=trace)
 
 
 def headers_for_answer(headers: dict[bytes, bytes]) -> dict[bytes, bytes]:
@@ -440,7 +440,7 @@ def preferences(prefer: bytes) -> dict[bytes, bytes]:
     return found
 
 
-def wishes_in(headers: dict[bytes, bytes], prefer: dict[bytes, bytes]) -> Wishes:
+def options_in(headers: dict[bytes, bytes], prefer: dict[bytes, bytes]) -> RequestOptions:
     """What the headers say about how a request is to be treated; raises Malformed.
 
     A `Prefer` that cannot be understood is passed over, as its RFC says; `X-Request-Timeout-Ms` is our own. Beside
@@ -457,6 +457,6 @@ def wishes_in(headers: dict[bytes, bytes], prefer: dict[bytes, bytes]) -> Wishes
             timeout_s = float(int(text))
     said = headers.get(b"cache-control")
     if timeout_s is None and said is None:
-        return NO_WISHES
+        return NO_OPTIONS
     directives = {part.strip().lower() for part in (said or b"").split(b",")}
-    return Wishes(timeout_s, b"no-store" in directives, b"no-cache" in directives)
+    return RequestOptions(timeout_s, b"no-store" in directives, b"no-cache" in directives)

@@ -23,7 +23,7 @@ from carpool.core.errors import (
     without_frames,
 )
 from carpool.core.outcome import Output
-from carpool.core.ports import Caller, Entry, RequestTraces
+from carpool.core.ports import Caller, LimitVerdict, RequestTraces
 from carpool.core.timers import TURN_S
 from carpool.face.http.exchange import JSON, Exchange
 from carpool.face.http.faces import INFER, model_with_face
@@ -31,9 +31,9 @@ from carpool.face.http.gateway import (
     check_encoding,
     headers_for_answer,
     media_type,
+    options_in,
     preferences,
     too_large_for,
-    wishes_in,
 )
 from carpool.face.http.ids import acceptable_id, echo_line, given_id
 from carpool.face.http.known_heads import is_of_page
@@ -41,7 +41,7 @@ from carpool.face.http.lists import Answers
 from carpool.face.http.problem import problem_headers
 from carpool.face.http.router import Router, split_target
 from carpool.face.http.v2_wire import V2Answer, V2Call, parse_call, write_answer
-from carpool.face.intake import Group, Intake, ServedModel, as_error, new_request_id
+from carpool.face.intake import Intake, RequestGroup, ServedModel, as_error, new_request_id
 from carpool.face.octets import OCTETS
 from carpool.face.tensor_rows import Row, join_rows, read_row
 from carpool.version import __version__
@@ -156,11 +156,11 @@ class KServeV2Routes:
             respond_error(exchange, call)
             return
         headers = exchange.headers
-        wishes = wishes_in(headers, preferences(headers.get(b"prefer", b"")))
-        if call.timeout_s is not None and (wishes.timeout_s is None or call.timeout_s < wishes.timeout_s):
-            wishes = replace(wishes, timeout_s=call.timeout_s)
+        options = options_in(headers, preferences(headers.get(b"prefer", b"")))
+        if call.timeout_s is not None and (options.timeout_s is None or call.timeout_s < options.timeout_s):
+            options = replace(options, timeout_s=call.timeout_s)
         begin = None if self._begin_trace is None else partial(self._begin_trace, headers)
-        reply = Reply(self._answers, exchange, model, replace(call, rows=[]), len(call.rows) > 1)
+        reply = HttpReply(self._answers, exchange, model, replace(call, rows=[]), len(call.rows) > 1)
         group = self._intake.ask_all(
             caller=caller,
             model=model,
@@ -169,7 +169,7 @@ class KServeV2Routes:
             request_id=given_id(headers) or acceptable_id(call.id) or new_request_id(),
             answer=reply.answer,
             came=reply.came,
-            wishes=wishes,
+            options=options,
             begin_trace=begin,
             route=INFER,
         )
@@ -179,7 +179,7 @@ class KServeV2Routes:
                 exchange.headers = headers_for_answer(headers)
 
 
-class Reply:
+class HttpReply:
     """Answers a call when its rows have their outcomes. An answer that is long is written over several turns.
 
     What all calls hold of outputs is bounded (lists.py).
@@ -196,7 +196,7 @@ class Reply:
         self._version = model.tensors.version if model.tensors else ""
         self._held = 0
         self._is_over = False
-        self.group: Group | None = None
+        self.group: RequestGroup | None = None
         exchange.when_client_leaves = self._left
 
     def came(self, number: int, output: Output) -> Row:
@@ -269,7 +269,7 @@ class Reply:
             exchange.respond(200, answer.body, OCTETS, lines)
 
 
-def go_on(exchange: Exchange, ask: Callable[[], None], entry: Entry) -> None:
+def go_on(exchange: Exchange, ask: Callable[[], None], entry: LimitVerdict) -> None:
     """It is known whether the client is within its limit."""
     if exchange.has_left:
         return

@@ -20,7 +20,7 @@ import msgspec
 
 from carpool.core.errors import CarpoolError, ClientLeft, QueueFull, without_frames
 from carpool.core.outcome import Outcome, Output
-from carpool.core.ports import NO_WISHES, Caller, Entry, RequestTraces
+from carpool.core.ports import NO_OPTIONS, Caller, LimitVerdict, RequestTraces
 from carpool.core.request import DONE, Request
 from carpool.core.timers import OncePerTurn, SharedTurns
 from carpool.face.http.exchange import JSON, Exchange
@@ -28,13 +28,13 @@ from carpool.face.http.gateway import (
     check_encoding,
     check_media,
     headers_for_answer,
+    options_in,
     preferences,
-    wishes_in,
     with_trace,
 )
 from carpool.face.http.ids import request_id
 from carpool.face.http.problem import advice_lines
-from carpool.face.intake import Group, Intake, ServedModel, as_error, new_request_id
+from carpool.face.intake import Intake, RequestGroup, ServedModel, as_error, new_request_id
 
 logger = logging.getLogger("carpool.http")
 
@@ -75,7 +75,7 @@ class Answers:
         """Whether so many bytes may be worked on in this turn; one piece always may."""
         if self._turn is None:
             self._turn = OncePerTurn(self._next_turn)
-        self._turn.ring()
+        self._turn.notify()
         is_now = self._left > 0
         self._left -= size if is_now else 0
         return is_now
@@ -151,7 +151,7 @@ class ListFace:
         self.intake.when_known(caller, partial(self._known, exchange, caller, call, own_id), cost)
 
     def _known(
-        self, exchange: Exchange, caller: Caller, call: ListCall | CarpoolError, own_id: str, entry: Entry
+        self, exchange: Exchange, caller: Caller, call: ListCall | CarpoolError, own_id: str, entry: LimitVerdict
     ) -> None:
         """The budget that all gateways share has answered."""
         if exchange.has_left:
@@ -162,7 +162,7 @@ class ListFace:
             self.refuse(exchange, as_error(failure), own_id)
 
     def _entered(
-        self, exchange: Exchange, caller: Caller, call: ListCall | CarpoolError, own_id: str, entry: Entry
+        self, exchange: Exchange, caller: Caller, call: ListCall | CarpoolError, own_id: str, entry: LimitVerdict
     ) -> None:
         if isinstance(entry, CarpoolError):
             self.refuse(exchange, entry, own_id)
@@ -174,15 +174,15 @@ class ListFace:
         if isinstance(call, CarpoolError):
             self.refuse(exchange, call, own_id)
             return
-        headers, wishes = exchange.headers, NO_WISHES
+        headers, options = exchange.headers, NO_OPTIONS
         if not exchange.is_plain:
-            wishes = wishes_in(headers, preferences(headers.get(b"prefer", b"")))
+            options = options_in(headers, preferences(headers.get(b"prefer", b"")))
         if len(call.values) == 1:
             if self._begin_trace is not None and (trace := self._begin_trace(headers)) is not None:
-                wishes = with_trace(wishes, trace)
+                options = with_trace(options, trace)
             ticket, (value,), call.values = (exchange, call), call.values, ()
             ask, singles = self.intake.ask, self._singles
-            request = ask(caller, call.model, call.parameters, value, own_id, singles, ticket, "", wishes)
+            request = ask(caller, call.model, call.parameters, value, own_id, singles, ticket, "", options)
             if request.phase != DONE:
                 exchange.context, exchange.when_client_leaves = request, self._client_left
                 exchange.headers = headers_for_answer(headers)
@@ -197,7 +197,7 @@ class ListFace:
             request_id=own_id,
             answer=work.answer,
             came=work.came,
-            wishes=wishes,
+            options=options,
             begin_trace=begin,
             route=self.route,
         )
@@ -267,7 +267,7 @@ class Work:
         self._unmade: list[int] = []
         self._held = 0
         self._is_over = False
-        self.group: Group | None = None
+        self.group: RequestGroup | None = None
         exchange.when_client_leaves = self._left
 
     def came(self, number: int, output: Output) -> bytes | Output:

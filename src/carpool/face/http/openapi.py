@@ -12,7 +12,7 @@ from carpool.core.dead_letter import Replayed, ReplayReport, dead_letter_causes
 from carpool.core.errors import CarpoolError, all_errors
 from carpool.core.problem import Problem
 from carpool.core.snapshot import FleetState, Health
-from carpool.core.story import RequestState
+from carpool.core.timeline import RequestState
 from carpool.face.http.answers import (
     InferenceAnswer,
     PredictAnswer,

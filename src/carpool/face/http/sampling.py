@@ -8,11 +8,11 @@
    of their own.
 """
 
+from carpool.core.histograms import RequestSeconds
 from carpool.core.request import Request
-from carpool.core.tally import RequestSeconds
 from carpool.face.http.exchange import Exchange
 from carpool.face.http.state import HttpState
-from carpool.face.intake import Group
+from carpool.face.intake import RequestGroup
 
 SAMPLE_S = 0.05
 # One that waits longer to be let in is given up; rate limits are known sooner, or not at all.
@@ -49,7 +49,7 @@ class Sampler:
         try:
             self._routes(exchange)
         finally:
-            if isinstance(exchange.context, Request | Group) or exchange.response is not None:
+            if isinstance(exchange.context, Request | RequestGroup) or exchange.response is not None:
                 self._seconds.admit.observe(self._state.clock() - self._since)
                 self._followed = None
                 self._state.handler = self._routes

@@ -42,7 +42,7 @@ from carpool.core.errors import (
     RateLimited,
     Unauthorized,
 )
-from carpool.core.ports import NO_WISHES, Caller, Entry, RequestTraces, Wishes
+from carpool.core.ports import NO_OPTIONS, Caller, LimitVerdict, RequestOptions, RequestTraces
 from carpool.core.request import DONE, Request, Waiter
 from carpool.core.tensors import Data
 from carpool.core.timers import TURN_S, SharedTurns
@@ -97,12 +97,12 @@ class Home(Waiter, Protocol):
     # In which all streams work.
     turns: SharedTurns
 
-    def closed(self, stream: "Stream") -> None:
+    def closed(self, stream: "WebSocketStream") -> None:
         """One of them is over."""
         ...
 
 
-class Stream:
+class WebSocketStream:
     """One of them."""
 
     __slots__ = (
@@ -133,7 +133,7 @@ class Stream:
         self.owner = owner
         self._shown = shown
         self._protocol = Frames(SERVER, state=OPEN, max_size=streams.limits.message_bytes_max, logger=_silent)
-        # Requests without an answer, by the client's id; None for one that waits at the door.
+        # Requests without an answer, by the client's id; None for one that waits for admission.
         self._asked: dict[str | int, Request | None] = {}
         # What came and waits for its turn: bytes, and requests of the message that is being worked on.
         self._unparsed: deque[bytes | memoryview] = deque()
@@ -281,14 +281,14 @@ class Stream:
         except CarpoolError as error:  # nobody can say right now
             self.refuse(call.id, error)
             return
-        entry: Entry | None = b"" if caller.limit is None else self._streams.intake.enter(caller)
+        entry: LimitVerdict | None = b"" if caller.limit is None else self._streams.intake.enter(caller)
         if entry is None:
             self._asked[call.id] = None
             self._streams.intake.when_known(caller, partial(self._go_on, call, caller))
         else:
             self._go_on(call, caller, entry)
 
-    def _go_on(self, call: StreamCall, caller: Caller, entry: Entry) -> None:
+    def _go_on(self, call: StreamCall, caller: Caller, entry: LimitVerdict) -> None:
         """It is known whether the client is within its limit."""
         if self._is_over:
             return
@@ -314,11 +314,11 @@ class Stream:
         value = checked_input(call.input, "input")
         if len(value) + len(parameters) > model.body_bytes_max:
             raise too_large_for(model)
-        wishes = NO_WISHES if call.timeout_ms is None else Wishes(call.timeout_ms / 1000)
+        options = NO_OPTIONS if call.timeout_ms is None else RequestOptions(call.timeout_ms / 1000)
         if streams.traces is not None and (trace := streams.traces.begin(_NO_HEADERS)) is not None:
-            wishes = with_trace(wishes, trace)
+            options = with_trace(options, trace)
         own_id, client_id = new_request_id(), call.client_id or ""
-        return intake.ask(caller, model, parameters, value, own_id, streams, (self, call.id), client_id, wishes)
+        return intake.ask(caller, model, parameters, value, own_id, streams, (self, call.id), client_id, options)
 
     # What is answered.
 

@@ -17,7 +17,7 @@ from carpool.face.http.places import Places
 from carpool.face.http.problem import respond_problem
 from carpool.face.http.router import query_of
 from carpool.face.http.state import HttpState
-from carpool.face.http.stream import COME_BACK_S, Stream, StreamLimits
+from carpool.face.http.stream import COME_BACK_S, StreamLimits, WebSocketStream
 from carpool.face.http.stream_messages import output_pieces
 from carpool.face.http.tickets import CREDENTIALS, TICKET_S, Tickets
 from carpool.face.http.wire import InferenceAnswers
@@ -33,7 +33,7 @@ _key = re.compile(rb"[A-Za-z0-9+/]{22}==\Z").match
 _ACCEPTED = b"Upgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Accept: %b\r\n"
 
 
-class Streams:
+class WebSocketStreams:
     """Those that are open; opens them, looks after them, and gives outcomes to the right one."""
 
     def __init__(
@@ -57,9 +57,9 @@ class Streams:
         self._tickets = tickets
         self._places = places
         self._allows = allows
-        self._open: set[Stream] = set()
+        self._open: set[WebSocketStream] = set()
         self._pieces = InferenceAnswers().pieces
-        self._to_look_at: list[Stream] = []
+        self._to_look_at: list[WebSocketStream] = []
         self._looks = Every(LOOK_S / LOOK_PARTS, self.look)
         self.is_draining = False
         self.turns = intake.turns
@@ -90,12 +90,12 @@ class Streams:
             respond_problem(exchange, error)
             return None
         exchange.begin(101, b"", _ACCEPTED % accept)
-        stream = Stream(self, exchange, caller.owner, shown)
+        stream = WebSocketStream(self, exchange, caller.owner, shown)
         self._open.add(stream)
         self._looks.start()
         return stream.received
 
-    def closed(self, stream: Stream) -> None:
+    def closed(self, stream: WebSocketStream) -> None:
         """One of them is over."""
         if stream in self._open:
             self._open.remove(stream)

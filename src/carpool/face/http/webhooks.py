@@ -8,7 +8,7 @@ from msgspec import Meta
 from carpool.core.errors import NotFound
 from carpool.core.snapshot import Page
 from carpool.core.webhook import Outbox, WebhookState
-from carpool.face.http.dead_letters import Answer, awaited, whole_number
+from carpool.face.http.dead_letters import StatusAndBody, awaited, whole_number
 from carpool.face.http.exchange import Exchange
 from carpool.face.http.gateway import possible_task_id
 from carpool.face.http.router import Router, query_of
@@ -43,17 +43,17 @@ class WebhookRoutes:
         router.add(b"POST", b"/internal/webhooks/retry", awaited(self.retry_all))
         router.add(b"POST", b"/internal/webhooks/*/retry", awaited(self.retry))
 
-    async def page(self, exchange: Exchange, _: str) -> Answer:
+    async def page(self, exchange: Exchange, _: str) -> StatusAndBody:
         """`GET /internal/webhooks`: those that are due next."""
         text = query_of(exchange).get("limit", str(WEBHOOKS_LISTED))
         found = await self._outbox.page(whole_number(text, "limit", 1, WEBHOOKS_LISTED_MAX))
         return 200, msgspec.json.encode(WebhooksListed(found, *self._outbox.waiting()))
 
-    async def retry_all(self, exchange: Exchange, _: str) -> Answer:
+    async def retry_all(self, exchange: Exchange, _: str) -> StatusAndBody:
         """`POST /internal/webhooks/retry`: all are due now."""
         return 202, msgspec.json.encode(WebhooksRetried(await self._outbox.retry(None)))
 
-    async def retry(self, exchange: Exchange, task_id: str) -> Answer:
+    async def retry(self, exchange: Exchange, task_id: str) -> StatusAndBody:
         """`POST /internal/webhooks/{task_id}/retry`: one is due now."""
         if not await self._outbox.retry(possible_task_id(task_id)):
             raise NotFound("there is no such webhook; it was delivered, given up, or is being sent now")

@@ -119,7 +119,7 @@ class PredictPayload(Payload):
 
     __slots__ = ("metadata",)
 
-    def _around(self, size: int, host: str, base_path: str, model: str | None, wishes: str) -> tuple[bytes, bytes]:
+    def _around(self, size: int, host: str, base_path: str, model: str | None, options: str) -> tuple[bytes, bytes]:
         _, _, token = self.credential.strip().partition(": ")
         self.metadata = (("authorization", token),) if token else ()
         return field(1, (model or "").encode()) + tag(3, BYTES) + varint(size), b""

@@ -78,8 +78,8 @@ class Payload:
         filler = (FILLER_ALPHABET * (filler_size // len(FILLER_ALPHABET) + 1))[:filler_size]
         # The header line, for whatever else is asked for these requests.
         self.credential = f"Authorization: Bearer {key}\r\n" if key else ""
-        wishes = "Prefer: respond-async\r\n" if respond_async else ""
-        before, ending = self._around(size, host, base_path, model, wishes)
+        options = "Prefer: respond-async\r\n" if respond_async else ""
+        before, ending = self._around(size, host, base_path, model, options)
         self._head = before + b'"' + identity
         self._tail = filler + b'"' + ending
         # Every so many requests carry the text instead of as much filler; 0: none does.
@@ -94,12 +94,12 @@ class Payload:
         else:
             self._before, self._after = b'"' + identity, filler + b'",'
 
-    def _around(self, size: int, host: str, base_path: str, model: str | None, wishes: str) -> tuple[bytes, bytes]:
+    def _around(self, size: int, host: str, base_path: str, model: str | None, options: str) -> tuple[bytes, bytes]:
         """What stands in a request before and behind its input, a JSON value of `size` bytes."""
         path, opening, ending = self._body(model)
         head = (
             f"POST {base_path}{path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
-            f"{wishes}{self.credential}Content-Length: {len(opening) + size + len(ending)}\r\n\r\n"
+            f"{options}{self.credential}Content-Length: {len(opening) + size + len(ending)}\r\n\r\n"
         )
         return head.encode() + opening, ending
 

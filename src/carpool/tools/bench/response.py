@@ -35,8 +35,8 @@ def read_head(head: bytes) -> tuple[int, int, bool]:
     length = headers.get(b"content-length", b"0" if status in (204, 304) else b"")
     if status < 200 or not length.isdigit():
         raise BadResponse("malformed")
-    wishes = headers.get(b"connection", b"")
-    stays = b"keep-alive" in wishes if version == b"HTTP/1.0" else b"close" not in wishes
+    options = headers.get(b"connection", b"")
+    stays = b"keep-alive" in options if version == b"HTTP/1.0" else b"close" not in options
     return status, int(length), stays
 
 

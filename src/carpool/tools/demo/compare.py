@@ -161,7 +161,9 @@ class Ride:
         self._arrivals = [self._clock() + at for at in arrivals]
         self._gpu = SimulationSettings(latency_ms=latency_ms, max_batch=BATCHING.max_batch)
         self._gpus = gpus
-        self._policy = make_policy(policy, busy_share=BATCHING.busy_share, fill_target=BATCHING.fill_target)
+        self._policy = make_policy(
+            policy, slots_busy_max_share=BATCHING.slots_busy_max_share, fill_target=BATCHING.fill_target
+        )
         self._latencies = [0.0] * len(arrivals)
         self._settled = 0
         self._arrived = 0

@@ -37,7 +37,7 @@ LOOK_S = 0.2
 BESIDE_POISON = 15
 
 
-class Wish(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class PanelChange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What to change."""
 
     rate: Annotated[float, Meta(ge=0, le=RATE_MAX)] | UnsetType = UNSET
@@ -92,7 +92,7 @@ class DemoPanel:
     def plug(self, process: Process) -> None:
         """Be there from now on, until the process ends."""
         self._process = process
-        tiers = process.ground.settings.tiers
+        tiers = process.runtime.settings.tiers
         self._keys = [f"demo_{secrets.token_urlsafe(16)}" for _ in tiers]
         self._callers = {
             b"Bearer " + key.encode(): Caller(f"demo-{tier.name}", number, is_anonymous=False)
@@ -107,8 +107,8 @@ class DemoPanel:
         intake.identify = identify_load
         process.watch.demo = self.state
         process.admin.add(b"POST", b"/internal/demo", self.change)
-        process.ground.opened.push_async_callback(self._close)
-        process.ground.do_every(LOOK_S, self._end_load_in_a_drain)
+        process.runtime.opened.push_async_callback(self._close)
+        process.runtime.do_every(LOOK_S, self._end_load_in_a_drain)
 
     def state(self) -> dict[str, object]:
         """What the panel shows."""
@@ -128,7 +128,7 @@ class DemoPanel:
     def change(self, exchange: Exchange, _: str) -> None:
         """`POST /internal/demo`."""
         try:
-            wish = msgspec.json.decode(exchange.body, type=Wish)
+            wish = msgspec.json.decode(exchange.body, type=PanelChange)
         except (msgspec.DecodeError, UnicodeDecodeError) as fault:
             raise Malformed(f"this is no wish for the demo: {fault}") from None
         for gpu in (wish.kill, wish.revive):
@@ -137,12 +137,12 @@ class DemoPanel:
         self._grant(wish)
         exchange.respond(200, msgspec.json.encode(self.state()))
 
-    def _grant(self, wish: Wish) -> None:
+    def _grant(self, wish: PanelChange) -> None:
         if wish.policy is not UNSET:
-            batching = self._process.ground.settings.batching
+            batching = self._process.runtime.settings.batching
             for service in self._process.batcher.services:
                 service.loop.policy = make_policy(
-                    wish.policy, busy_share=batching.busy_share, fill_target=batching.fill_target
+                    wish.policy, slots_busy_max_share=batching.slots_busy_max_share, fill_target=batching.fill_target
                 )
         if wish.kill is not UNSET:
             self._dead.add(wish.kill)
@@ -151,11 +151,11 @@ class DemoPanel:
             self._dead.discard(wish.revive)
             self._gpus.tell(f"revive {wish.revive}")
         if wish.poison is True:
-            self._process.ground.in_background(self._send_poison())
+            self._process.runtime.in_background(self._send_poison())
         if wish.rate is not UNSET or wish.flood is not UNSET:
             self._rate = self._rate if wish.rate is UNSET else wish.rate
             self._is_flooded = self._is_flooded if wish.flood is UNSET else wish.flood
-            self._process.ground.in_background(self._order())
+            self._process.runtime.in_background(self._order())
         if wish.rate is not UNSET or wish.policy is not UNSET:
             self._compare_soon()
 
@@ -169,7 +169,7 @@ class DemoPanel:
     # The load
 
     def _host(self) -> str:
-        host = self._process.ground.settings.gateway.host
+        host = self._process.runtime.settings.gateway.host
         return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
 
     def _url(self) -> str:
@@ -177,7 +177,7 @@ class DemoPanel:
         return f"http://{f'[{host}]' if ':' in host else host}:{self._process.port}"
 
     async def _order(self) -> None:
-        tiers = self._process.ground.settings.tiers
+        tiers = self._process.runtime.settings.tiers
         shares = [*SHARES, 1.0][: len(tiers) - 1]
         shares.append(max(0.0, 1.0 - sum(shares)))
         rates = [self._rate * share for share in shares]
@@ -193,7 +193,7 @@ class DemoPanel:
 
     def _end_load_in_a_drain(self) -> None:
         """A drain waits for clients that go on: this one is told to leave."""
-        if self._process.ground.draining and self._load is not None and self._load.stdin is not None:
+        if self._process.runtime.draining and self._load is not None and self._load.stdin is not None:
             self._load.stdin.close()
 
     async def _send_poison(self) -> None:
@@ -226,7 +226,7 @@ class DemoPanel:
         if self._rate:
             loop = asyncio.get_running_loop()
             self._comparing = loop.call_later(
-                STILL_S, lambda: self._process.ground.in_background(self._compare(self._rate, self._policy_name()))
+                STILL_S, lambda: self._process.runtime.in_background(self._compare(self._rate, self._policy_name()))
             )
 
     async def _compare(self, rate: float, policy: str) -> None:

@@ -17,7 +17,7 @@ import msgspec
 from carpool.core.errors import Malformed
 from carpool.core.request import Request
 from carpool.upstream.call_ids import is_for_another_call
-from carpool.upstream.endpoint import Answer, Call
+from carpool.upstream.endpoint import UpstreamCall, UpstreamResponse
 
 # What to do with a batch that was refused:
 # elsewhere  the answer says nothing about the inputs: try another endpoint
@@ -84,18 +84,18 @@ class Codec(Protocol):
         """Look at canonical parameters before a request with them is admitted; raises core.errors.Malformed."""
         return
 
-    def encode(self, batch: Sequence[Request], call_id: str = "") -> Call:
+    def encode(self, batch: Sequence[Request], call_id: str = "") -> UpstreamCall:
         """One call for a batch, in its order. All members have the same model, parameters and lane."""
         ...
 
-    def decode(self, answer: Answer, batch: Sequence[Request], call_id: str = "") -> Sequence[Decoded]:
+    def decode(self, answer: UpstreamResponse, batch: Sequence[Request], call_id: str = "") -> Sequence[Decoded]:
         """One part for each member, in their order; raises ProtocolFaultError, also when their number differs.
 
         So does an answer that bears the id of another call.
         """
         ...
 
-    def classify(self, answer: Answer, size: int, call_id: str = "") -> Refusal:
+    def classify(self, answer: UpstreamResponse, size: int, call_id: str = "") -> Refusal:
         """What an answer with an error status means for a batch of `size`."""
         ...
 

@@ -25,7 +25,7 @@ from carpool.upstream.codecs.base import (
     parse_answer,
 )
 from carpool.upstream.codecs.refusals import classify_status, limit_words
-from carpool.upstream.endpoint import Answer, Call
+from carpool.upstream.endpoint import UpstreamCall, UpstreamResponse
 
 # Whole messages that an API of one's own may have for too large a batch; the first is that of `carpool sim-gpu`.
 _LIMIT = limit_words(
@@ -69,7 +69,7 @@ class JsonCodec(Codec):
         )
         self._decode: Callable[[bytes], Any] = msgspec.json.Decoder(answer).decode
 
-    def encode(self, batch: Sequence[Request], call_id: str = "") -> Call:
+    def encode(self, batch: Sequence[Request], call_id: str = "") -> UpstreamCall:
         """The inputs' own bytes, joined by commas."""
         parameters = batch[0].parameters
         end = self._parameters + parameters + b"}" if parameters else b"]}"
@@ -77,9 +77,9 @@ class JsonCodec(Codec):
         # Into the first and last part, so that the whole is copied only once.
         inputs[0] = self._start + inputs[0]
         inputs[-1] += end
-        return Call(b",".join(inputs))
+        return UpstreamCall(b",".join(inputs))
 
-    def decode(self, answer: Answer, batch: Sequence[Request], call_id: str = "") -> Sequence[Decoded]:
+    def decode(self, answer: UpstreamResponse, batch: Sequence[Request], call_id: str = "") -> Sequence[Decoded]:
         """Slices of the answer."""
         body = answer.body
         parsed = parse_answer(self._decode, body)
@@ -101,7 +101,7 @@ class JsonCodec(Codec):
             for output, used, version in zip(outputs, tokens or [None] * len(batch), versions, strict=True)
         ]
 
-    def classify(self, answer: Answer, size: int, call_id: str = "") -> Refusal:
+    def classify(self, answer: UpstreamResponse, size: int, call_id: str = "") -> Refusal:
         """By the status, and some usual words for too large a batch."""
         return classify_status(answer, size, _LIMIT, inputs_field=self.inputs_field)
 

@@ -21,7 +21,7 @@ from carpool.upstream.codecs.base import (
     parse_answer,
 )
 from carpool.upstream.codecs.refusals import classify_status, limit_words
-from carpool.upstream.endpoint import Answer, Call
+from carpool.upstream.endpoint import UpstreamCall, UpstreamResponse
 
 _SIGNATURE = "signature_name"
 # TF Serving's.
@@ -48,7 +48,7 @@ class KServeV1Codec(Codec):
         """The model's own page."""
         return f"/v1/models/{model}{self._version}"
 
-    def encode(self, batch: Sequence[Request], call_id: str = "") -> Call:
+    def encode(self, batch: Sequence[Request], call_id: str = "") -> UpstreamCall:
         """The inputs' own bytes as `instances`, and the path that names the model."""
         first = batch[0]
         fields = b'{"instances":[' + b",".join([request.input for request in batch]) + b"]"
@@ -59,9 +59,9 @@ class KServeV1Codec(Codec):
                 fields += b',"signature_name":' + bytes(signature)
             if parameters:
                 fields += b',"parameters":' + msgspec.json.encode(parameters)
-        return Call(fields + b"}", path=f"/v1/models/{first.model}{self._version}:predict")
+        return UpstreamCall(fields + b"}", path=f"/v1/models/{first.model}{self._version}:predict")
 
-    def decode(self, answer: Answer, batch: Sequence[Request], call_id: str = "") -> Sequence[Decoded]:
+    def decode(self, answer: UpstreamResponse, batch: Sequence[Request], call_id: str = "") -> Sequence[Decoded]:
         """Slices of the answer, with null for numbers that JSON does not have."""
         body = answer.body
         try:
@@ -80,7 +80,7 @@ class KServeV1Codec(Codec):
         check_text(body)
         return [Decoded(prediction) for prediction in parsed.predictions]
 
-    def classify(self, answer: Answer, size: int, call_id: str = "") -> Refusal:
+    def classify(self, answer: UpstreamResponse, size: int, call_id: str = "") -> Refusal:
         """By the status, and TF Serving's words for too large a batch."""
         return classify_status(answer, size, _LIMIT, inputs_field="instances")
 

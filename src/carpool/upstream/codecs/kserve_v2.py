@@ -40,7 +40,7 @@ from carpool.upstream.codecs.tensors import (
     cut_outputs,
     prepare_tensors,
 )
-from carpool.upstream.endpoint import Answer, Call
+from carpool.upstream.endpoint import UpstreamCall, UpstreamResponse
 
 # Triton's; it does not name the size.
 _LIMIT = limit_words(r"inference request batch-size must be <= MAX for '[^']{1,255}'")
@@ -65,7 +65,7 @@ class TensorCodec(Codec):
         """Decode and check the tensors."""
         return prepare_tensors(value, self.defaults)
 
-    def classify(self, answer: Answer, size: int, call_id: str = "") -> Refusal:
+    def classify(self, answer: UpstreamResponse, size: int, call_id: str = "") -> Refusal:
         """By the status, and Triton's words for too large a batch. It puts the id of the call before them."""
         return classify_status(answer, size, _LIMIT, start=f"[request id: {call_id or '<id_unknown>'}] ")
 
@@ -125,7 +125,7 @@ _BRACE = re.compile(rb'"(?:[^"\\]++|\\.)*+"|\{|\}', re.DOTALL)
 class KServeV2Codec(TensorCodec):
     """Tensors in, tensors out, by the batch dimension."""
 
-    def encode(self, batch: Sequence[Request], call_id: str = "") -> Call:
+    def encode(self, batch: Sequence[Request], call_id: str = "") -> UpstreamCall:
         """The members' tensors, joined: JSON, or a JSON head with the raw bytes behind it."""
         inputs = self._inputs_of(batch)
         first = inputs[0]
@@ -151,12 +151,12 @@ class KServeV2Codec(TensorCodec):
             given = parameters[:-1] + b"," if len(parameters) > 2 else b"{"
             head += b',"parameters":' + given + b'"binary_data_output":true}}'
             headers = ((HEADER_LENGTH, str(len(head))),)
-            return Call(head, path, "application/octet-stream", headers, tuple(tail))
+            return UpstreamCall(head, path, "application/octet-stream", headers, tuple(tail))
         if parameters:
             head += b',"parameters":' + parameters
-        return Call(head + b"}", path)
+        return UpstreamCall(head + b"}", path)
 
-    def decode(self, answer: Answer, batch: Sequence[Request], call_id: str = "") -> Sequence[Decoded]:
+    def decode(self, answer: UpstreamResponse, batch: Sequence[Request], call_id: str = "") -> Sequence[Decoded]:
         """Each output cut along its first dimension."""
         parsed, tail = _parse(answer.body)
         check_id(parsed.id, call_id)

@@ -17,7 +17,7 @@ from carpool.upstream.codecs.base import Decoded, check_id
 from carpool.upstream.codecs.kserve_v2 import TensorCodec, forms_of
 from carpool.upstream.codecs.tensors import TensorDefaults, cut_outputs
 from carpool.upstream.codecs.v2_messages import decode_response, encode_request
-from carpool.upstream.endpoint import Answer, Call
+from carpool.upstream.endpoint import UpstreamCall, UpstreamResponse
 
 _INT64_MAX = (1 << 63) - 1
 _decode_parameters = msgspec.json.Decoder(dict[str, Any], float_hook=finite_float).decode
@@ -33,7 +33,7 @@ class KServeV2GrpcCodec(TensorCodec):
         """What the message has a form for."""
         _parse_parameters(parameters)
 
-    def encode(self, batch: Sequence[Request], call_id: str = "") -> Call:
+    def encode(self, batch: Sequence[Request], call_id: str = "") -> UpstreamCall:
         """A ModelInferRequest."""
         inputs = self._inputs_of(batch)
         tensors = inputs[0].tensors
@@ -45,9 +45,9 @@ class KServeV2GrpcCodec(TensorCodec):
             [(tensor.name, tensor.datatype, (len(batch), *tensor.shape)) for tensor in tensors],
             [[member.tensors[index].data for member in inputs] for index in range(len(tensors))],
         )
-        return Call(message, content_type="application/grpc")
+        return UpstreamCall(message, content_type="application/grpc")
 
-    def decode(self, answer: Answer, batch: Sequence[Request], call_id: str = "") -> Sequence[Decoded]:
+    def decode(self, answer: UpstreamResponse, batch: Sequence[Request], call_id: str = "") -> Sequence[Decoded]:
         """A ModelInferResponse, each output cut along its first dimension."""
         response = decode_response(answer.body)
         check_id(response.id, call_id)

@@ -31,7 +31,7 @@ from carpool.upstream.codecs.base import (
 )
 from carpool.upstream.codecs.openai_embeddings import LIMIT
 from carpool.upstream.codecs.refusals import classify_status
-from carpool.upstream.endpoint import Answer, Call
+from carpool.upstream.endpoint import UpstreamCall, UpstreamResponse
 
 # What these may say, if they are given at all.
 _ONLY = {"n": (b"1", b"null"), "best_of": (b"1", b"null"), "stream": (b"false", b"null")}
@@ -68,15 +68,15 @@ class OpenAiCompletionsCodec(TextCodec):
         """The list of models."""
         return "/v1/models"
 
-    def encode(self, batch: Sequence[Request], call_id: str = "") -> Call:
+    def encode(self, batch: Sequence[Request], call_id: str = "") -> UpstreamCall:
         """The prompts' own bytes."""
         first = batch[0]
         self.check_parameters(first.parameters)
         start = b'{"model":' + msgspec.json.encode(first.model) + b',"prompt":['
         prompts = b",".join([request.input for request in batch])
-        return Call(start + prompts + b"]" + as_fields(first.parameters) + b"}", path="/v1/completions")
+        return UpstreamCall(start + prompts + b"]" + as_fields(first.parameters) + b"}", path="/v1/completions")
 
-    def decode(self, answer: Answer, batch: Sequence[Request], call_id: str = "") -> Sequence[Decoded]:
+    def decode(self, answer: UpstreamResponse, batch: Sequence[Request], call_id: str = "") -> Sequence[Decoded]:
         """Each choice by its index."""
         parsed = parse_answer(_decode_choices, answer.body)
         choices = parsed.choices
@@ -102,6 +102,6 @@ class OpenAiCompletionsCodec(TextCodec):
             for choice, prompt, completion in zip(ordered, read, written, strict=True)
         ]
 
-    def classify(self, answer: Answer, size: int, call_id: str = "") -> Refusal:
+    def classify(self, answer: UpstreamResponse, size: int, call_id: str = "") -> Refusal:
         """By the status, and the words of several servers for too large a batch."""
         return classify_status(answer, size, LIMIT, inputs_field="prompt")

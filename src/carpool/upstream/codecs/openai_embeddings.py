@@ -25,7 +25,7 @@ from carpool.upstream.codecs.base import (
     parse_answer,
 )
 from carpool.upstream.codecs.refusals import classify_status, limit_words
-from carpool.upstream.endpoint import Answer, Call
+from carpool.upstream.endpoint import UpstreamCall, UpstreamResponse
 
 # OpenAI's words, and those of TEI's OpenAI route.
 LIMIT = limit_words(
@@ -64,15 +64,15 @@ class OpenAiEmbeddingsCodec(TextCodec):
         """The list of models."""
         return "/v1/models"
 
-    def encode(self, batch: Sequence[Request], call_id: str = "") -> Call:
+    def encode(self, batch: Sequence[Request], call_id: str = "") -> UpstreamCall:
         """The inputs' own bytes."""
         first = batch[0]
         self.check_parameters(first.parameters)
         start = b'{"model":' + msgspec.json.encode(first.model) + b',"input":['
         inputs = b",".join([request.input for request in batch])
-        return Call(start + inputs + b"]" + as_fields(first.parameters) + b"}", path="/v1/embeddings")
+        return UpstreamCall(start + inputs + b"]" + as_fields(first.parameters) + b"}", path="/v1/embeddings")
 
-    def decode(self, answer: Answer, batch: Sequence[Request], call_id: str = "") -> Sequence[Decoded]:
+    def decode(self, answer: UpstreamResponse, batch: Sequence[Request], call_id: str = "") -> Sequence[Decoded]:
         """Each embedding by its index; the tokens of the call are shared out by the length of the inputs."""
         parsed = parse_answer(_decode_embeddings, answer.body)
         data = parsed.data
@@ -85,6 +85,6 @@ class OpenAiEmbeddingsCodec(TextCodec):
         tokens = apportion(total, input_lengths(batch))
         return [Decoded(data[place].embedding, used) for place, used in zip(places, tokens, strict=True)]
 
-    def classify(self, answer: Answer, size: int, call_id: str = "") -> Refusal:
+    def classify(self, answer: UpstreamResponse, size: int, call_id: str = "") -> Refusal:
         """By the status, and the words of several servers for too large a batch."""
         return classify_status(answer, size, LIMIT, inputs_field="input")

@@ -20,7 +20,7 @@ from typing import TypeVar
 import msgspec
 
 from carpool.upstream.codecs.base import MESSAGE_CHARS_MAX, Refusal
-from carpool.upstream.endpoint import Answer
+from carpool.upstream.endpoint import UpstreamResponse
 
 _ELSEWHERE = frozenset({429, 502, 503, 504})
 _BISECT = frozenset({400, 422, 424, 500})
@@ -40,7 +40,12 @@ def limit_words(*forms: str) -> Sequence[re.Pattern[str]]:
 
 
 def classify_status(
-    answer: Answer, size: int, words: Sequence[re.Pattern[str]] = (), *, inputs_field: str = "", start: str = ""
+    answer: UpstreamResponse,
+    size: int,
+    words: Sequence[re.Pattern[str]] = (),
+    *,
+    inputs_field: str = "",
+    start: str = "",
 ) -> Refusal:
     """What an answer means for a batch of `size`.
 

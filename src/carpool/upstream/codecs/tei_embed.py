@@ -20,7 +20,7 @@ from carpool.upstream.codecs.base import (
     parse_answer,
 )
 from carpool.upstream.codecs.refusals import classify_status, limit_words
-from carpool.upstream.endpoint import Answer, Call
+from carpool.upstream.endpoint import UpstreamCall, UpstreamResponse
 
 _LIMIT = limit_words(r"batch size SIZE > maximum allowed batch size MAX")
 
@@ -44,21 +44,21 @@ class TeiEmbedCodec(TextCodec):
         """Its health page."""
         return "/health"
 
-    def encode(self, batch: Sequence[Request], call_id: str = "") -> Call:
+    def encode(self, batch: Sequence[Request], call_id: str = "") -> UpstreamCall:
         """The inputs' own bytes."""
         first = batch[0]
         self.check_parameters(first.parameters)
         inputs = b",".join([request.input for request in batch])
-        return Call(b'{"inputs":[' + inputs + b"]" + as_fields(first.parameters) + b"}", path="/embed")
+        return UpstreamCall(b'{"inputs":[' + inputs + b"]" + as_fields(first.parameters) + b"}", path="/embed")
 
-    def decode(self, answer: Answer, batch: Sequence[Request], call_id: str = "") -> Sequence[Decoded]:
+    def decode(self, answer: UpstreamResponse, batch: Sequence[Request], call_id: str = "") -> Sequence[Decoded]:
         """Slices of the answer."""
         embeddings = parse_answer(_decode_embeddings, answer.body)
         check_count(len(embeddings), len(batch))
         check_text(answer.body)
         return [Decoded(embedding) for embedding in embeddings]
 
-    def classify(self, answer: Answer, size: int, call_id: str = "") -> Refusal:
+    def classify(self, answer: UpstreamResponse, size: int, call_id: str = "") -> Refusal:
         """By the status; too large a batch is a 422 like a bad input, and told apart by its words."""
         return classify_status(answer, size, _LIMIT)
 

@@ -4,12 +4,12 @@ import logging
 from collections.abc import Iterable, Sequence
 from math import inf
 
+from carpool.broker.broker_ports import FedModel, SuspectLetters
 from carpool.broker.redis.batcher.history import History, history_of
-from carpool.broker.redis.batcher.leases import NEW, Haul, Lease
+from carpool.broker.redis.batcher.leases import NEW, EntryLease, LeasedEntries
 from carpool.broker.redis.batcher.replies import ReplyWriter
 from carpool.broker.redis.batcher.suspects import company_of
 from carpool.broker.redis.formats import Header, NewerFormatError, began_ms, decode_header, decode_value
-from carpool.broker.sides import FedModel, SuspectLetters
 from carpool.core.errors import CarpoolError, DeadlineExceeded, UpstreamFailed, queue_time_passed
 from carpool.core.kept import Kept
 from carpool.core.request import AGAIN, Request
@@ -40,7 +40,7 @@ class Unpacker:
         self._has_seen_foreign = False
 
     def unpack(
-        self, haul: Haul, entry_id: bytes, head: bytes, value: bytes, count: int, now: float, now_ms: int
+        self, leased: LeasedEntries, entry_id: bytes, head: bytes, value: bytes, count: int, now: float, now_ms: int
     ) -> tuple[Request, CarpoolError | None] | None:
         """The request, and why it is not to be sent, if so; None for an entry that is for other batchers. `count` is
         Redis's count of its deliveries.
@@ -68,12 +68,12 @@ class Unpacker:
             inf,  # a staged request does not wait here for a slot
             arrived + record.remaining_ms / 1000,
             self._replies,
-            Lease(haul, entry_id, header, history, self._models[header.model].is_probing()),
+            EntryLease(leased, entry_id, header, history, self._models[header.model].is_probing()),
             record.owner,
             record.client_id,
             None,
             header.lane,
-            haul,
+            leased,
             record.number,
             header.is_task,
         )

@@ -13,7 +13,7 @@ from carpool.broker.redis.batcher.history import History
 from carpool.broker.redis.client.link import RedisFailure
 from carpool.broker.redis.formats import Header
 from carpool.broker.redis.keys import Shard
-from carpool.broker.redis.steps import Steps
+from carpool.broker.redis.redis_ops import RedisOps
 from carpool.core.clock import Clock
 from carpool.core.request import Request
 
@@ -22,7 +22,7 @@ IDS_A_CALL_MAX = 1000
 NEW = History()
 
 
-class Haul(msgspec.Struct, eq=False):
+class LeasedEntries(msgspec.Struct, eq=False):
     """Entries of one stream that this batcher took together, and answers for until they are acknowledged."""
 
     shard: Shard
@@ -34,10 +34,10 @@ class Haul(msgspec.Struct, eq=False):
     open: dict[bytes, Request]
 
 
-class Lease(msgspec.Struct, eq=False, gc=False):
+class EntryLease(msgspec.Struct, eq=False, gc=False):
     """What a staged request remembers: its entry, and who waits."""
 
-    haul: Haul
+    leased: LeasedEntries
     entry_id: bytes
     header: Header
     history: History = NEW
@@ -53,7 +53,7 @@ class Leases:
     """All that one batcher has taken and not acknowledged."""
 
     def __init__(
-        self, steps: Steps, consumer: bytes, every_s: float, lost: Callable[[Request], None], clock: Clock
+        self, steps: RedisOps, consumer: bytes, every_s: float, lost: Callable[[Request], None], clock: Clock
     ) -> None:
         self._steps = steps
         self._consumer = consumer
@@ -61,71 +61,74 @@ class Leases:
         # Is told of a request whose entry another batcher has by now.
         self._lost = lost
         self._clock = clock
-        self._hauls: set[Haul] = set()
+        self._leased_sets: set[LeasedEntries] = set()
 
     def __len__(self) -> int:
         """Entries that are not acknowledged."""
-        return sum(len(haul.open) for haul in self._hauls)
+        return sum(len(leased.open) for leased in self._leased_sets)
 
-    def add(self, haul: Haul) -> None:
-        """Keep the leases of a haul from now on."""
-        self._hauls.add(haul)
+    def add(self, leased: LeasedEntries) -> None:
+        """Keep the leases of these entries from now on."""
+        self._leased_sets.add(leased)
 
     def open_ids(self, shard: Shard, field: bytes) -> set[bytes]:
         """What this batcher has of a stream and has not acknowledged yet."""
         return {
-            entry_id for haul in self._hauls if haul.shard is shard and haul.field == field for entry_id in haul.open
+            entry_id
+            for leased in self._leased_sets
+            if leased.shard is shard and leased.field == field
+            for entry_id in leased.open
         }
 
     def find(self, shard: Shard, field: bytes, entry_id: bytes) -> list[Request]:
         """The requests of an entry that this batcher has: several, if Redis forgot that it was taken."""
         return [
-            haul.open[entry_id]
-            for haul in self._hauls
-            if haul.shard is shard and haul.field == field and entry_id in haul.open
+            leased.open[entry_id]
+            for leased in self._leased_sets
+            if leased.shard is shard and leased.field == field and entry_id in leased.open
         ]
 
     def renew(self) -> None:
         """Keep what is staged, running or not acknowledged yet; to be called every `every_s`."""
         now = self._clock()
-        due: defaultdict[int, list[Lease]] = defaultdict(list)
-        self._hauls = {haul for haul in self._hauls if haul.open}
-        for haul in self._hauls:
-            if haul.leased < now - self._every_s / 2:
-                due[haul.shard.number] += [Lease(haul, entry_id, NO_HEADER) for entry_id in haul.open]
+        due: defaultdict[int, list[EntryLease]] = defaultdict(list)
+        self._leased_sets = {leased for leased in self._leased_sets if leased.open}
+        for leased in self._leased_sets:
+            if leased.leased < now - self._every_s / 2:
+                due[leased.shard.number] += [EntryLease(leased, entry_id, NO_HEADER) for entry_id in leased.open]
         for number, leases in due.items():
             shard = self._steps.keys.shards[number]
             for part in parts_of(leases):
                 self._steps.renew(shard, self._consumer, by_stream(part), partial(self._renewed, part, now))
 
-    def _renewed(self, leases: list[Lease], asked: float, lost: set[tuple[bytes, bytes]] | RedisFailure) -> None:
+    def _renewed(self, leases: list[EntryLease], asked: float, lost: set[tuple[bytes, bytes]] | RedisFailure) -> None:
         if isinstance(lost, RedisFailure):
             return
         for lease in leases:
-            haul = lease.haul
-            haul.leased = max(haul.leased, asked)
-            if (haul.field, lease.entry_id) in lost:
-                request = haul.open.pop(lease.entry_id, None)
+            leased = lease.leased
+            leased.leased = max(leased.leased, asked)
+            if (leased.field, lease.entry_id) in lost:
+                request = leased.open.pop(lease.entry_id, None)
                 if request is not None:
                     self._lost(request)
 
 
-def by_stream(leases: Sequence[Lease]) -> dict[bytes, list[bytes]]:
+def by_stream(leases: Sequence[EntryLease]) -> dict[bytes, list[bytes]]:
     """The ids of their entries, by stream."""
     ids: defaultdict[bytes, list[bytes]] = defaultdict(list)
     for lease in leases:
-        ids[lease.haul.field].append(lease.entry_id)
+        ids[lease.leased.field].append(lease.entry_id)
     return ids
 
 
-def carried_by_stream(leases: Sequence[Lease]) -> dict[bytes, list[tuple[bytes, int]]]:
+def carried_by_stream(leases: Sequence[EntryLease]) -> dict[bytes, list[tuple[bytes, int]]]:
     """The ids of their entries, by stream, each with what is carried along."""
     entries: defaultdict[bytes, list[tuple[bytes, int]]] = defaultdict(list)
     for lease in leases:
-        entries[lease.haul.field].append((lease.entry_id, lease.history.carried))
+        entries[lease.leased.field].append((lease.entry_id, lease.history.carried))
     return entries
 
 
-def parts_of(leases: list[Lease]) -> list[list[Lease]]:
+def parts_of(leases: list[EntryLease]) -> list[list[EntryLease]]:
     """No call carries more ids than Lua can unpack, or than Redis should spend on one call."""
     return [leases[start : start + IDS_A_CALL_MAX] for start in range(0, len(leases), IDS_A_CALL_MAX)]

@@ -21,21 +21,21 @@ from itertools import count
 from typing import Any
 
 from carpool.broker.redis.batcher.history import History
-from carpool.broker.redis.batcher.leases import Haul, Lease, by_stream, carried_by_stream, parts_of
+from carpool.broker.redis.batcher.leases import EntryLease, LeasedEntries, by_stream, carried_by_stream, parts_of
 from carpool.broker.redis.client.link import RedisFailure, Refused
 from carpool.broker.redis.dead_letters.bounds import LetterBounds
 from carpool.broker.redis.dead_letters.letters import letter_of
 from carpool.broker.redis.formats import FAILED, SUCCESS, Reply, encode_reply
 from carpool.broker.redis.keys import Shard
 from carpool.broker.redis.notices import Notices
-from carpool.broker.redis.steps import EndedTask, Finished, Steps, TaskResult
+from carpool.broker.redis.redis_ops import EndedTask, Finished, RedisOps, TaskResult
 from carpool.core.clock import Clock, monotonic
 from carpool.core.errors import CarpoolError, ClientLeft, Draining, GivenBack, InternalError
 from carpool.core.events import Events
+from carpool.core.histograms import SECONDS_BOUNDS, Histogram
 from carpool.core.outcome import CallFacts, Outcome, Output
 from carpool.core.problem import problem_json
 from carpool.core.request import Request, ended_elsewhere, facts_of_failure
-from carpool.core.tally import SECONDS_BOUNDS, Histogram
 from carpool.core.timers import OncePerTurn
 
 logger = logging.getLogger("carpool.broker")
@@ -57,7 +57,7 @@ class Outbox:
         self.outputs: list[tuple[int, int, float, Any, int | None]] = []
         self.errors: list[tuple[int, str, str, int | None]] = []
         self.error_calls: list[tuple[int, float]] = []
-        self.leases: list[Lease] = []
+        self.leases: list[EntryLease] = []
         # When nobody waits any more for any of them.
         self.useless_at = 0.0
         self.size = 0
@@ -68,7 +68,7 @@ class ReplyWriter:
 
     def __init__(
         self,
-        steps: Steps,
+        steps: RedisOps,
         consumer: bytes,
         clock: Clock = monotonic,
         *,
@@ -95,8 +95,8 @@ class ReplyWriter:
         self._loop = asyncio.get_running_loop()
         self._outboxes: dict[bytes, Outbox] = {}
         # By number of the shard: entries to forget, entries to give to others.
-        self._finished: defaultdict[int, list[Lease]] = defaultdict(list)
-        self._released: defaultdict[int, list[Lease]] = defaultdict(list)
+        self._finished: defaultdict[int, list[EntryLease]] = defaultdict(list)
+        self._released: defaultdict[int, list[EntryLease]] = defaultdict(list)
         self.flush = OncePerTurn(self._flush)
         # What is to be done when the node of a slot is back.
         self._for_later: list[tuple[int, Callable[[], None]]] = []
@@ -105,15 +105,15 @@ class ReplyWriter:
         self.retries = 0
         # Keeps the output of a task for requests that are the same.
         self.keep_result: Callable[[bytes, Output], object] = lambda key, output: None
-        # Is told of each haul whose last entry is done with.
-        self.when_emptied: Callable[[Haul], None] = lambda haul: None
+        # Is called with entries that were taken together when the last of them is done with.
+        self.when_emptied: Callable[[LeasedEntries], None] = lambda leased: None
         self._outcomes: Counter[str] = Counter() if outcomes is None else outcomes
         self._waited = Histogram(SECONDS_BOUNDS) if waited is None else waited
         self._events = events or Events()
 
     def settled(self, request: Request, outcome: Outcome) -> None:
         """Send an outcome on its way."""
-        lease: Lease = request.ticket
+        lease: EntryLease = request.ticket
         if isinstance(outcome, Draining):  # another batcher has it
             history = lease.history
             if isinstance(outcome, GivenBack):
@@ -149,19 +149,19 @@ class ReplyWriter:
         waited_s = request.taken - request.arrived
         outbox.outputs.append((request.number, len(outbox.calls) - 1, waited_s, value, outcome.tokens_used))
 
-    def release(self, lease: Lease, history: History | None = None) -> None:
+    def release(self, lease: EntryLease, history: History | None = None) -> None:
         """Let another batcher have an entry, with what is known of it."""
-        lease.haul.open.pop(lease.entry_id, None)
+        lease.leased.open.pop(lease.entry_id, None)
         if history is not None:
             lease.history = history
-        self._released[lease.haul.shard.number].append(lease)
-        self.flush.ring()
+        self._released[lease.leased.shard.number].append(lease)
+        self.flush.notify()
 
-    def forget(self, lease: Lease) -> None:
+    def forget(self, lease: EntryLease) -> None:
         """An entry needs no outcome."""
         self.unconfirmed += 1
-        self._finished[lease.haul.shard.number].append(lease)
-        self.flush.ring()
+        self._finished[lease.leased.shard.number].append(lease)
+        self.flush.notify()
 
     async def finish(self, timeout_s: float) -> bool:
         """Wait until Redis has confirmed everything; false if that did not come in time."""
@@ -175,7 +175,7 @@ class ReplyWriter:
         if full is not None:
             self._send(gateway, full)
         outbox = self._outboxes[gateway] = Outbox()
-        self.flush.ring()
+        self.flush.notify()
         return outbox
 
     def _flush(self) -> None:
@@ -211,10 +211,10 @@ class ReplyWriter:
         outbox.outputs.clear()  # they are in the reply now, and may be large
         self._write(gateway, reply, outbox.leases, outbox.useless_at)
 
-    def _write(self, gateway: bytes, reply: bytes, leases: list[Lease], useless_at: float) -> None:
+    def _write(self, gateway: bytes, reply: bytes, leases: list[EntryLease], useless_at: float) -> None:
         self._steps.reply(gateway, reply, partial(self._written, gateway, reply, leases, useless_at))
 
-    def _written(self, gateway: bytes, reply: bytes, leases: list[Lease], useless_at: float, answer: Any) -> None:
+    def _written(self, gateway: bytes, reply: bytes, leases: list[EntryLease], useless_at: float, answer: Any) -> None:
         if isinstance(answer, Refused) and answer.code == "OOM":
             written = partial(self._written, gateway, reply, leases, useless_at)
             self._steps.reply(gateway, reply, written, by_script=True)
@@ -224,13 +224,13 @@ class ReplyWriter:
             self._loop.call_later(RETRY_S, self._write, gateway, reply, leases, useless_at)
             return
         for lease in leases:
-            self._finished[lease.haul.shard.number].append(lease)
-        self.flush.ring()
+            self._finished[lease.leased.shard.number].append(lease)
+        self.flush.notify()
 
-    def _acknowledge(self, shard: Shard, leases: list[Lease]) -> None:
+    def _acknowledge(self, shard: Shard, leases: list[EntryLease]) -> None:
         self._steps.forget_entries(shard, by_stream(leases), partial(self._acknowledged, shard, leases))
 
-    def _acknowledged(self, shard: Shard, leases: list[Lease], answer: int | RedisFailure) -> None:
+    def _acknowledged(self, shard: Shard, leases: list[EntryLease], answer: int | RedisFailure) -> None:
         if isinstance(answer, RedisFailure):
             self.retries += 1
             self._loop.call_later(RETRY_S, self._acknowledge, shard, leases)
@@ -239,15 +239,15 @@ class ReplyWriter:
         for lease in leases:
             self._closed(lease)
 
-    def _closed(self, lease: Lease) -> None:
+    def _closed(self, lease: EntryLease) -> None:
         """An entry is done with."""
-        lease.haul.open.pop(lease.entry_id, None)
-        if not lease.haul.open:
-            self.when_emptied(lease.haul)
+        lease.leased.open.pop(lease.entry_id, None)
+        if not lease.leased.open:
+            self.when_emptied(lease.leased)
 
     # Tasks.
 
-    def _finish_task(self, request: Request, lease: Lease, outcome: Outcome) -> None:
+    def _finish_task(self, request: Request, lease: EntryLease, outcome: Outcome) -> None:
         if isinstance(outcome, CarpoolError):
             status, value, letter = FAILED, problem_json(outcome, request.id), letter_of(request, outcome)
         else:
@@ -281,9 +281,11 @@ class ReplyWriter:
         if told is not None:
             self._events.settled(*told)
 
-    def _write_result(self, lease: Lease, result: TaskResult, counts: Callable[[], None], pause_s: float = 0.0) -> None:
+    def _write_result(
+        self, lease: EntryLease, result: TaskResult, counts: Callable[[], None], pause_s: float = 0.0
+    ) -> None:
         """Give a task its result, if it has none; `counts` is called if Redis keeps this one."""
-        shard, bounds = lease.haul.shard, self._letter_bounds
+        shard, bounds = lease.leased.shard, self._letter_bounds
 
         def done(found: Finished | RedisFailure | None) -> None:
             if found is None or isinstance(found, RedisFailure):
@@ -303,7 +305,7 @@ class ReplyWriter:
             self.unconfirmed -= 1
             self._closed(lease)
 
-        place = (shard, lease.haul.field, lease.entry_id)
+        place = (shard, lease.leased.field, lease.entry_id)
         self._steps.finish_task(*place, result, done, kept_ms=self.result_ttl_ms, letter_bounds=bounds.arguments())
 
     def _when_up(self, slot: int, again: Callable[[], None]) -> None:

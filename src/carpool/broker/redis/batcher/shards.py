@@ -8,7 +8,7 @@ from typing import NamedTuple
 import msgspec
 
 from carpool.broker.redis.keys import Shard, tier_of
-from carpool.broker.redis.terms import NONE, NOTHING, Budget, Claim, Head, Taken, View
+from carpool.broker.redis.types import NONE, NOTHING, Budget, Claim, Head, ShardSnapshot, Taken
 
 # One question goes to so many shards at most.
 SHARDS_A_QUESTION_MAX = 8
@@ -29,9 +29,9 @@ class ShardView(msgspec.Struct, eq=False):
     shard: Shard
     # Streams with entries to take, by their places; None if that must be asked.
     heads: list[Head] | None = None
-    # It failed: not asked again before this, or before a bell.
+    # It failed: not asked again before this, or before a wakeup.
     barren_until: float = 0.0
-    # What bells have told since the question that is out, by stream; None while none is out.
+    # What wakeups have told since the question that is out, by stream; None while none is out.
     rung: dict[bytes, Head] | None = None
     # Models with suspects that were left at the last claim.
     suspects: frozenset[str] = frozenset()
@@ -40,7 +40,7 @@ class ShardView(msgspec.Struct, eq=False):
         """A question goes out. Bells may be here before its answer, which is older than they are."""
         self.rung = {}
 
-    def told(self, view: View) -> None:
+    def told(self, view: ShardSnapshot) -> None:
         """Redis has said what is there."""
         self.heads, self.barren_until = view.heads, 0.0
         rung, self.rung = self.rung or {}, None
@@ -52,7 +52,7 @@ class ShardView(msgspec.Struct, eq=False):
         self.heads, self.rung, self.barren_until = None, None, barren_until
 
     def heard(self, head: Head) -> None:
-        """A bell rang for a stream that had nothing to take."""
+        """A wakeup came for a stream that had nothing to take."""
         self.barren_until = 0.0
         if self.rung is not None:
             self.rung[head.field] = head
@@ -77,7 +77,7 @@ class ShardView(msgspec.Struct, eq=False):
             return
         self.heads.append(head)
         self.heads.sort(key=lambda known: (known.place, known.field))
-        # A batcher without a free slot asks nothing, and hears every bell. The answer to its next question tells of
+        # A batcher without a free slot asks nothing, and hears every wakeup. The answer to its next question tells of
         # those that are dropped here.
         of_model = [known for known in self.heads if known.model == head.model]
         if len(of_model) > HEADS_KNOWN_MAX:
@@ -94,17 +94,17 @@ class Room:
     def __init__(self, budgets: Sequence[Budget]) -> None:
         self._batches = {budget.model: budget.batches for budget in budgets}
         self._largest = {budget.model: budget.largest for budget in budgets}
-        self._rooms = {lane: room for budget in budgets for lane, room in budget.rooms.items()}
+        self._headroom = {lane: room for budget in budgets for lane, room in budget.headroom.items()}
 
     def copy(self) -> "Room":
         """One to try something on."""
         other = Room(())
-        other._batches, other._largest, other._rooms = dict(self._batches), self._largest, dict(self._rooms)
+        other._batches, other._largest, other._headroom = dict(self._batches), self._largest, dict(self._headroom)
         return other
 
     def for_lane(self, head: Head) -> int:
         """How many of a lane may come."""
-        return self._rooms.get(head.lane, 0) + self._batches.get(head.model, 0) * self._largest.get(head.model, 0)
+        return self._headroom.get(head.lane, 0) + self._batches.get(head.model, 0) * self._largest.get(head.model, 0)
 
     def has_used(self, head: Head) -> bool:
         """Take all of a stream, if that fits."""
@@ -115,13 +115,13 @@ class Room:
 
     def use(self, head: Head, number: int) -> None:
         """So many of a lane are taken: what is left of its last batch is room for others of it."""
-        room = self._rooms.get(head.lane, 0) - number
+        room = self._headroom.get(head.lane, 0) - number
         if room < 0:
             largest = self._largest[head.model]
             opened = -(room // largest)
             self._batches[head.model] -= opened
             room += opened * largest
-        self._rooms[head.lane] = room
+        self._headroom[head.lane] = room
 
 
 Reads = dict[int, list[tuple[bytes, int]]]
@@ -146,7 +146,7 @@ def same_tier(line: bytes) -> bytes:
     return b"s" + line[1:] if line[:1] == b"o" else line
 
 
-def plan_trickle(offers: Offers, budgets: Sequence[Budget], is_due: Callable[[bytes], bool], due: int) -> Reads:
+def plan_min_share(offers: Offers, budgets: Sequence[Budget], is_due: Callable[[bytes], bool], due: int) -> Reads:
     """Read so many of the lines that are due, from where the best is; nothing if there is none, or no room for it."""
     room = Room(budgets)
     best = min(
@@ -187,8 +187,8 @@ def synchronous_of_the_best(offers: Offers, *, is_strict: bool) -> Callable[[byt
 
 def shards_for_claims(budgets: Sequence[Budget]) -> int:
     """How many shards can be asked at once for what dead batchers had, so that all together bring no more than fits."""
-    rooms = [budget.batches + sum(budget.again.values()) for budget in budgets]
-    return min(max(rooms, default=0), SHARDS_A_QUESTION_MAX)
+    headroom = [budget.batches + sum(budget.again.values()) for budget in budgets]
+    return min(max(headroom, default=0), SHARDS_A_QUESTION_MAX)
 
 
 def plan_claims(
@@ -288,7 +288,7 @@ def best_lanes(offers: Offers, budget: Budget) -> list[tuple[Head, int]]:
     planned for nothing.
     """
     found: list[tuple[Head, int]] = []
-    lanes = set(budget.rooms)
+    lanes = set(budget.headroom)
     lanes_max = len(lanes) + budget.batches
     everything = ((head, view.shard.number) for view, heads in offers for head in heads)
     for head, shard in sorted(everything, key=lambda each: each[0].place):
@@ -314,7 +314,7 @@ def plan_by_place(
         found = best_lanes(offers_of(offers[:SHARDS_BY_PLACE_MAX], budget.model), budget)
         if not found:
             continue
-        total = budget.batches * budget.largest + sum(budget.rooms.values())
+        total = budget.batches * budget.largest + sum(budget.headroom.values())
         places = [Place(head.place, now_ms + offsets_ms.get(head.line, 0), head.unread) for head, _ in found]
         of_tiers: defaultdict[bytes, list[int]] = defaultdict(list)
         numbers = cut(places, total)

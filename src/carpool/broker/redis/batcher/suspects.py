@@ -8,8 +8,8 @@ alone, with no other suspect in this batcher, and then they are given up. claim.
 
 from collections.abc import Sequence
 
-from carpool.broker.redis.batcher.leases import Haul
-from carpool.broker.redis.terms import ANY, NONE, WITH_COMPANY, Entry, Stream
+from carpool.broker.redis.batcher.leases import LeasedEntries
+from carpool.broker.redis.types import ANY, NONE, WITH_COMPANY, StreamEntries, StreamEntry
 from carpool.core.request import AGAIN
 
 # How often an entry is delivered before it is given up.
@@ -24,27 +24,29 @@ class Suspects:
     def __init__(self, deliveries_max: int) -> None:
         self._deliveries_max = deliveries_max
         # By model, with whether they are alone.
-        self._hauls: dict[str, list[tuple[Haul, bool]]] = {}
+        self._leased_sets: dict[str, list[tuple[LeasedEntries, bool]]] = {}
 
-    def add(self, model: str, haul: Haul, delivery: int) -> None:
-        """An entry of a haul was delivered so often."""
+    def add(self, model: str, leased: LeasedEntries, delivery: int) -> None:
+        """An entry that was taken with others was delivered so often."""
         company = company_of(delivery, self._deliveries_max)
         if company < COMPANY_MAX and delivery <= self._deliveries_max:
-            self._hauls.setdefault(model, []).append((haul, company == 1))
+            self._leased_sets.setdefault(model, []).append((leased, company == 1))
 
     def welcome(self, model: str) -> int:
         """Which ones of a model may come now."""
-        self._hauls = {
-            name: kept for name in self._hauls if (kept := [each for each in self._hauls[name] if each[0].open])
+        self._leased_sets = {
+            name: kept
+            for name in self._leased_sets
+            if (kept := [each for each in self._leased_sets[name] if each[0].open])
         }
-        if not self._hauls:
+        if not self._leased_sets:
             return ANY
-        is_one_alone = any(is_alone for hauls in self._hauls.values() for _, is_alone in hauls)
-        return NONE if is_one_alone or model in self._hauls else WITH_COMPANY
+        is_one_alone = any(is_alone for leased_sets in self._leased_sets.values() for _, is_alone in leased_sets)
+        return NONE if is_one_alone or model in self._leased_sets else WITH_COMPANY
 
-    def have_left(self, haul: Haul) -> bool:
-        """All entries of a haul are done with: whether they were suspects, so that the next ones may come."""
-        return any(other is haul for hauls in self._hauls.values() for other, _ in hauls)
+    def have_left(self, leased: LeasedEntries) -> bool:
+        """All entries that were taken together are done with: whether they were suspects; then the next may come."""
+        return any(other is leased for leased_sets in self._leased_sets.values() for other, _ in leased_sets)
 
 
 def company_of(delivery: int, deliveries_max: int) -> int:
@@ -58,11 +60,11 @@ def again_of(lane_key: bytes) -> tuple[bytes, int] | None:
     return (before.removesuffix(b"\0"), int(delivery)) if mark and delivery.isdigit() else None
 
 
-def pairs_of(stream: Stream) -> list[tuple[Entry, int]]:
+def pairs_of(stream: StreamEntries) -> list[tuple[StreamEntry, int]]:
     """The entries of a stream that was claimed, each with its deliveries."""
     return list(zip(stream.entries, stream.deliveries or (), strict=True))
 
 
-def some_stream(field: bytes, pairs: Sequence[tuple[Entry, int]]) -> list[Stream]:
+def some_stream(field: bytes, pairs: Sequence[tuple[StreamEntry, int]]) -> list[StreamEntries]:
     """A stream of these entries; none if there are none."""
-    return [Stream(field, [entry for entry, _ in pairs], [delivery for _, delivery in pairs])] if pairs else []
+    return [StreamEntries(field, [entry for entry, _ in pairs], [delivery for _, delivery in pairs])] if pairs else []

@@ -9,7 +9,7 @@ from carpool.broker.redis.dead_letters.bounds import LetterBounds
 from carpool.broker.redis.ended_tasks import EndedTasks
 from carpool.broker.redis.formats import LATE
 from carpool.broker.redis.keys import Shard
-from carpool.broker.redis.steps import EndedTask, Steps, Swept
+from carpool.broker.redis.redis_ops import EndedTask, RedisOps, Swept
 from carpool.core.errors import CarpoolError
 from carpool.core.problem import problem_json
 from carpool.core.timers import Every
@@ -29,7 +29,7 @@ class Sweeper:
 
     def __init__(
         self,
-        steps: Steps,
+        steps: RedisOps,
         letter_bounds: LetterBounds,
         result_ttl_ms: int,
         ended: Callable[[EndedTask, CarpoolError], None],

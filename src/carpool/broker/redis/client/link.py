@@ -30,7 +30,7 @@ from carpool.core.timers import Every
 OnReply = Callable[[Any], None]
 Command = tuple[bytes | int | str, ...]
 # Caller, command, its bytes on the wire, how often it was redirected, whether ASKING went before it.
-Entry = tuple[OnReply, Command, int, int, bool]
+SentCommand = tuple[OnReply, Command, int, int, bool]
 
 # Stands for the command of an entry that was packed by its caller.
 PACKED: Command = ()
@@ -312,7 +312,7 @@ class CommandLink(Link):
         self,
         greeting: Sequence[Command],
         *,
-        refused: Callable[["CommandLink", Entry, Refused], None],
+        refused: Callable[["CommandLink", SentCommand, Refused], None],
         lost: Callable[[str], None],
         timeout_s: float,
         pending_bytes_max: int,
@@ -322,7 +322,7 @@ class CommandLink(Link):
         self._refused = refused
         self._ticks = Every(timeout_s / TICKS_PER_TIMEOUT, self._tick)
         # Commands without a reply, oldest first; the last ones of them may not be written yet.
-        self._pending: deque[Entry] = deque()
+        self._pending: deque[SentCommand] = deque()
         self._pending_bytes = 0
         self._written = 0
         self._answered = 0

@@ -14,11 +14,11 @@ from carpool.broker.redis.client.address import HostPort
 from carpool.broker.redis.client.link import (
     Command,
     CommandLink,
-    Entry,
     Link,
     NotSent,
     OnReply,
     Refused,
+    SentCommand,
     ignore,
     reason_of,
 )
@@ -105,7 +105,7 @@ class Owner(Protocol):
     def node_changed(self, is_trouble: bool) -> None:
         """A node came up or went down, or still is not up."""
 
-    def refused(self, node: "Node", link: CommandLink, entry: Entry, refusal: Refused) -> None:
+    def refused(self, node: "Node", link: CommandLink, entry: SentCommand, refusal: Refused) -> None:
         """An error reply, whose caller is to be seen to."""
 
     def node_of(self, slot: int) -> "Node":

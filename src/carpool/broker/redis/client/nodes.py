@@ -23,12 +23,12 @@ from carpool.broker.redis.client.link import (
     PACKED,
     Command,
     CommandLink,
-    Entry,
     Link,
     NotSent,
     OnReply,
     RedisFailure,
     Refused,
+    SentCommand,
     greeting_of,
     tls_context,
 )
@@ -246,9 +246,9 @@ class Nodes:
         if is_trouble:
             self._look_again.set()
         if not self._is_closed:
-            self._change.ring()
+            self._change.notify()
 
-    def refused(self, node: Node, link: CommandLink, entry: Entry, refusal: Refused) -> None:
+    def refused(self, node: Node, link: CommandLink, entry: SentCommand, refusal: Refused) -> None:
         """See to the caller of a command that got an error."""
         on_reply, command, _, hops, asking = entry
         code = refusal.code
@@ -271,7 +271,7 @@ class Nodes:
             self._look_again.set()
         on_reply(refusal)
 
-    def _redirect(self, node: Node, entry: Entry, refusal: Refused) -> bool:
+    def _redirect(self, node: Node, entry: SentCommand, refusal: Refused) -> bool:
         target = parse_redirection(str(refusal), node.at[0])
         if target is None or self._address.kind != "cluster" or self._is_closed:
             return False

@@ -8,7 +8,7 @@ from carpool.broker.redis.client.link import RedisFailure
 from carpool.broker.redis.dead_letters.bounds import LetterBounds
 from carpool.broker.redis.dead_letters.letters import encode_letter
 from carpool.broker.redis.keys import Shard
-from carpool.broker.redis.steps import Steps
+from carpool.broker.redis.redis_ops import RedisOps
 from carpool.core.clock import monotonic
 from carpool.core.dead_letter import SynchronousKept, dead_letter_causes, is_kept
 from carpool.core.errors import CarpoolError, Malformed
@@ -24,7 +24,7 @@ class RedisDeadLetterBox:
 
     def __init__(
         self,
-        steps: Steps,
+        steps: RedisOps,
         *,
         bounds: LetterBounds,
         kept: SynchronousKept = "poison",

@@ -1,6 +1,6 @@
 """How full Redis is. New work is refused while there is room left for the results of what was accepted.
 
-At its `maxmemory` Redis refuses writes, results among them; so the door closes at a share of it.
+At its `maxmemory` Redis refuses writes, results among them; so gateways refuse work at a share of it.
 """
 
 from functools import partial

@@ -10,7 +10,7 @@ from carpool.broker.redis.fleet.servers import (
     Inspection,
     NodeFacts,
     NoWayInError,
-    Server,
+    RedisServer,
     at,
     no_answer,
     node_facts,
@@ -93,7 +93,7 @@ async def replicas_disks(address: BrokerAddress, primary: NodeFacts) -> list[Fin
     """Whether the replicas that a primary knows write to a disk; one that cannot be reached is a warning."""
     findings = []
     for host, port in replicas_of(primary.info):
-        server = Server(address, host, port)
+        server = RedisServer(address, host, port)
         try:
             found = check_no_disk(await node_facts(server), is_replicated=True)
         except FAILURES as failure:

@@ -14,7 +14,7 @@ import msgspec
 
 from carpool.broker.redis.client.link import RedisFailure, Refused
 from carpool.broker.redis.client.nodes import Nodes
-from carpool.broker.redis.fleet.view import BEAT_BYTES_MAX, Beat, FleetView, encode_beat, read_view
+from carpool.broker.redis.fleet.view import BEAT_BYTES_MAX, FleetView, Heartbeat, encode_heartbeat, read_view
 from carpool.broker.redis.keys import Keys
 from carpool.broker.redis.scripts import HEARTBEAT
 from carpool.core.clock import Clock, monotonic
@@ -43,7 +43,7 @@ class Registry:
         *,
         name: bytes,
         role: Role,
-        describe: Callable[[], Beat],
+        describe: Callable[[], Heartbeat],
         interval_s: float = 0.5,
         stale_s: float = 1.5,
         clock: Clock = monotonic,
@@ -85,9 +85,9 @@ class Registry:
 
     def start(self) -> None:
         """Say that this process lives, from now on."""
-        self.beat()
+        self.heartbeat()
 
-    def beat(self) -> None:
+    def heartbeat(self) -> None:
         """Say it at once; for changes that others should see before the next time."""
         if not self._left:
             self._every.start_now()
@@ -132,8 +132,8 @@ class Registry:
     def _beats(self) -> tuple[bytes, bytes]:
         """The heartbeat as a gateway and as a batcher; empty for what this process is not."""
         said = msgspec.structs.replace(self._describe(), shards=len(self._keys.shards))
-        as_gateway = encode_beat(said, with_models=False) if self._role != "batcher" else b""
-        as_batcher = encode_beat(said, with_models=True) if self._role != "gateway" else b""
+        as_gateway = encode_heartbeat(said, with_models=False) if self._role != "batcher" else b""
+        as_batcher = encode_heartbeat(said, with_models=True) if self._role != "gateway" else b""
         return as_gateway, as_batcher
 
     def _refused(self, shards: str) -> None:
@@ -163,7 +163,7 @@ class Registry:
             return
         self.is_in, self.refusal = True, ""
         if self._again:
-            self.beat()
+            self.heartbeat()
         before, self.view = self.view, view
         self._heard_view(view)
         if before.outline() != view.outline():

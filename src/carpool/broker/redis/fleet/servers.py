@@ -39,7 +39,7 @@ class NodeFacts(msgspec.Struct, frozen=True):
     clock_ahead_s: float
 
 
-class Server:
+class RedisServer:
     """One server and a connection to it."""
 
     def __init__(
@@ -63,13 +63,13 @@ class Server:
 class Deployment:
     """The primaries of a Redis, and which of them serves a slot."""
 
-    def __init__(self, kind: str, ranges: Sequence[SlotRange], make: Callable[..., Server]) -> None:
+    def __init__(self, kind: str, ranges: Sequence[SlotRange], make: Callable[..., RedisServer]) -> None:
         self.kind = kind
         self._ranges = ranges
         self._by_place = {at: make(*at) for at in dict.fromkeys(part.at for part in ranges)}
         self.servers = list(self._by_place.values())
 
-    def server_of(self, slot: int) -> Server:
+    def server_of(self, slot: int) -> RedisServer:
         """Raises ResponseError if nobody serves it."""
         part = range_of(self._ranges, slot)
         if part is None:
@@ -102,8 +102,8 @@ class Inspection:
         """Connections to all primaries; raises NoWayInError."""
         async with AsyncExitStack() as opened:
 
-            def server(host: str, port: int, **how: bool) -> Server:
-                made = Server(self.address, host, port, **how)
+            def server(host: str, port: int, **how: bool) -> RedisServer:
+                made = RedisServer(self.address, host, port, **how)
                 opened.push_async_callback(made.close)
                 return made
 
@@ -118,7 +118,7 @@ class Inspection:
                 ranges = [SlotRange(0, SLOTS - 1, place)]
             yield Deployment(kind, ranges, server), findings
 
-    async def _ask_sentinels(self, make: Callable[..., Server]) -> tuple[HostPort, Finding]:
+    async def _ask_sentinels(self, make: Callable[..., RedisServer]) -> tuple[HostPort, Finding]:
         """Find the primary."""
         answers: list[tuple[dict[bytes, bytes], HostPort]] = []
         reason = ""
@@ -143,7 +143,7 @@ class Inspection:
         quorum, others = (int(facts.get(name, b"0")) for name in (b"quorum", b"num-other-sentinels"))
         return primary, check_sentinels(len(answers), len(self.address.hosts), quorum, others + 1)
 
-    async def _ask_cluster(self, make: Callable[..., Server]) -> tuple[list[SlotRange], Finding]:
+    async def _ask_cluster(self, make: Callable[..., RedisServer]) -> tuple[list[SlotRange], Finding]:
         """Find the primaries, from the first node that tells."""
         reason = ""
         for host, port in self.address.hosts:
@@ -193,7 +193,7 @@ def check_sentinels(answering: int, named: int, quorum: int, known: int) -> Find
     return Finding("sentinels", "ok", says)
 
 
-async def node_facts(server: Server) -> NodeFacts:
+async def node_facts(server: RedisServer) -> NodeFacts:
     """Ask one server what the checks need; raises one of FAILURES."""
     await server.ask("PING")  # the first one connects
     latencies = [(await _timed(server.ask("PING")))[1] for _ in range(PINGS)]
@@ -204,7 +204,7 @@ async def node_facts(server: Server) -> NodeFacts:
     return NodeFacts(server.name, info, config, sorted(latencies)[PINGS // 2] * 1000, ahead_s)
 
 
-def no_answer(server: Server, failure: Exception) -> Finding:
+def no_answer(server: RedisServer, failure: Exception) -> Finding:
     """What it means that a server cannot be asked."""
     do = "see that it runs and that this machine can reach it"
     if isinstance(failure, AuthenticationError | AuthorizationError):
@@ -223,12 +223,12 @@ def reason_of(failure: Exception) -> str:
     return shown[:REASON_CHARS_MAX] or type(failure).__name__
 
 
-def at(server: Server, finding: Finding) -> Finding:
+def at(server: RedisServer, finding: Finding) -> Finding:
     """A finding, with the server it was found at."""
     return msgspec.structs.replace(finding, where=(server.name,))
 
 
-async def _config(server: Server) -> dict[str, str] | None:
+async def _config(server: RedisServer) -> dict[str, str] | None:
     """The settings that the checks need; None where they may not be read, as at some hosters."""
     found: dict[str, str] = {}
     for name in CONFIG_NAMES:

@@ -14,7 +14,7 @@ from msgspec import UNSET, Meta, UnsetType
 from carpool.core.clock import rfc3339
 from carpool.core.snapshot import (
     BatcherState,
-    EndpointState,
+    EndpointHealth,
     FleetState,
     GatewayState,
     Health,
@@ -51,7 +51,7 @@ Rate = Annotated[float, Meta(ge=0, le=1e9)]
 Seconds = Annotated[float, Meta(ge=0, le=1e6)]
 
 
-class EndpointBeat(msgspec.Struct, frozen=True, omit_defaults=True):
+class EndpointHeartbeat(msgspec.Struct, frozen=True, omit_defaults=True):
     """One endpoint, as the batcher that calls it sees it."""
 
     name: Name
@@ -66,7 +66,7 @@ class EndpointBeat(msgspec.Struct, frozen=True, omit_defaults=True):
     problem: Problem = ""
 
 
-class ModelBeat(msgspec.Struct, frozen=True, omit_defaults=True):
+class ModelHeartbeat(msgspec.Struct, frozen=True, omit_defaults=True):
     """One model at one batcher."""
 
     slots: Count = 0
@@ -84,22 +84,22 @@ class ModelBeat(msgspec.Struct, frozen=True, omit_defaults=True):
     retry_after_s: Count = 0
     # An endpoint failed inputs of one owner only, and is closed to that one: others are let in.
     is_open_to_others: bool = False
-    endpoints: Annotated[tuple[EndpointBeat, ...], Meta(max_length=ENDPOINTS_MAX)] = ()
+    endpoints: Annotated[tuple[EndpointHeartbeat, ...], Meta(max_length=ENDPOINTS_MAX)] = ()
     # Owners whose inputs this batcher saw refused again and again.
-    offenders: Annotated[tuple[Owner, ...], Meta(max_length=OWNERS_MAX)] = ()
+    quarantined: Annotated[tuple[Owner, ...], Meta(max_length=OWNERS_MAX)] = ()
 
 
-class Beat(msgspec.Struct, frozen=True, omit_defaults=True):
+class Heartbeat(msgspec.Struct, frozen=True, omit_defaults=True):
     """What a process says of itself."""
 
     status: Word
     current_utilization: Share = 0.0
     in_flight: Count = 0
-    # Requests a second that come in at this process's own door.
+    # Requests a second that clients send to this process.
     rate: Rate = 0.0
     # How a gateway reaches the GPUs: over the broker, or by itself.
     mode: Word = ""
-    models: Annotated[dict[Name, ModelBeat], Meta(max_length=MODELS_MAX)] = {}
+    models: Annotated[dict[Name, ModelHeartbeat], Meta(max_length=MODELS_MAX)] = {}
     # Of a gateway: requests a second that come, by model and tier, also those that it refuses.
     wanted: Annotated[
         dict[Name, Annotated[tuple[Rate, ...], Meta(max_length=TIERS_MAX)]], Meta(max_length=MODELS_MAX)
@@ -110,7 +110,7 @@ class Beat(msgspec.Struct, frozen=True, omit_defaults=True):
     shards: Count = 0
 
 
-class Member(msgspec.Struct, frozen=True):
+class FleetMember(msgspec.Struct, frozen=True):
     """One process of the fleet and its last heartbeat."""
 
     name: str
@@ -118,12 +118,12 @@ class Member(msgspec.Struct, frozen=True):
     is_live: bool
     # RFC 3339, on Redis's clock.
     last_heartbeat: str
-    beat: Beat
+    heartbeat: Heartbeat
 
     @property
     def status(self) -> str:
         """What it said of itself, unless it fell silent."""
-        return self.beat.status if self.is_live else OFFLINE
+        return self.heartbeat.status if self.is_live else OFFLINE
 
 
 class FleetView(msgspec.Struct, frozen=True):
@@ -132,8 +132,8 @@ class FleetView(msgspec.Struct, frozen=True):
     # On this process's own monotonic clock.
     seen_at: float
     stale_s: float
-    gateways: tuple[Member, ...]
-    batchers: tuple[Member, ...]
+    gateways: tuple[FleetMember, ...]
+    batchers: tuple[FleetMember, ...]
     # Heartbeats that could not be understood.
     unreadable: int
 
@@ -149,36 +149,36 @@ class FleetView(msgspec.Struct, frozen=True):
         )
         return msgspec.structs.replace(self, gateways=gateways, batchers=batchers)
 
-    def live_gateways(self) -> list[Member]:
+    def live_gateways(self) -> list[FleetMember]:
         """Those heard of lately."""
         return [member for member in self.gateways if member.is_live]
 
-    def live_batchers(self) -> list[Member]:
+    def live_batchers(self) -> list[FleetMember]:
         """Those heard of lately."""
         return [member for member in self.batchers if member.is_live]
 
     def healthy_slots(self, model: str) -> int:
         """Calls that the endpoints of a model that work may have at once, over all live batchers."""
-        return sum(beat.healthy_slots for _, beat in self._serving(model))
+        return sum(heartbeat.healthy_slots for _, heartbeat in self._serving(model))
 
     def is_served_elsewhere(self, model: str, name: str) -> bool:
         """Whether another batcher than this one, which stays, has an endpoint of a model that works."""
         return any(
-            beat.healthy_slots and member.name != name and member.status != DRAINING
-            for member, beat in self._serving(model)
+            heartbeat.healthy_slots and member.name != name and member.status != DRAINING
+            for member, heartbeat in self._serving(model)
         )
 
     def is_open_to_others(self, model: str) -> bool:
         """Where no endpoint of a model is known to work: whether one failed inputs of one owner only."""
-        return any(beat.is_open_to_others for _, beat in self._serving(model))
+        return any(heartbeat.is_open_to_others for _, heartbeat in self._serving(model))
 
     def probes(self, model: str) -> int:
         """Where no endpoint of a model is known to work: calls that are wanted to try some with."""
-        return sum(beat.probes for _, beat in self._serving(model))
+        return sum(heartbeat.probes for _, heartbeat in self._serving(model))
 
     def retry_after_s(self, model: str) -> int:
         """Where no endpoint of a model is known to work: whole seconds until one is tried, at least one."""
-        return max(1, min((beat.retry_after_s for _, beat in self._serving(model)), default=1))
+        return max(1, min((heartbeat.retry_after_s for _, heartbeat in self._serving(model)), default=1))
 
     def capacity_rps(self, model: str) -> float:
         """Requests a second that all live batchers together can serve; 0 while none of them knows.
@@ -186,32 +186,32 @@ class FleetView(msgspec.Struct, frozen=True):
         Those who do not know yet, or are too old to tell, are taken to be like the others, slot by slot.
         """
         known = self._measured(model)
-        slots = sum(beat.healthy_slots for beat in known)
-        return sum(beat.capacity_rps for beat in known) * self.healthy_slots(model) / max(1, slots)
+        slots = sum(heartbeat.healthy_slots for heartbeat in known)
+        return sum(heartbeat.capacity_rps for heartbeat in known) * self.healthy_slots(model) / max(1, slots)
 
     def batch_s(self, model: str) -> float:
         """How long a batch takes, on average over what can be served."""
         known = self._measured(model)
-        weighed = sum(beat.capacity_rps * beat.batch_s for beat in known)
-        return weighed / max(sum(beat.capacity_rps for beat in known), 1e-9)
+        weighed = sum(heartbeat.capacity_rps * heartbeat.batch_s for heartbeat in known)
+        return weighed / max(sum(heartbeat.capacity_rps for heartbeat in known), 1e-9)
 
     def wanted(self, model: str, tiers: int, without: str = "") -> list[float]:
         """Requests a second that come to the live gateways, by tier; `without` one of them."""
         found = [0.0] * tiers
         for member in self.live_gateways():
-            for tier, rate in enumerate(member.beat.wanted.get(model, ())[:tiers]):
+            for tier, rate in enumerate(member.heartbeat.wanted.get(model, ())[:tiers]):
                 found[tier] += rate if member.name != without else 0.0
         return found
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Endpoints that have answered no call well, and what becomes of their calls."""
         for member in self.live_batchers():
-            for beat in member.beat.models.values():
-                yield from ((endpoint.name, endpoint.problem) for endpoint in beat.endpoints if endpoint.problem)
+            for heartbeat in member.heartbeat.models.values():
+                yield from ((endpoint.name, endpoint.problem) for endpoint in heartbeat.endpoints if endpoint.problem)
 
     def has_never_worked(self, model: str) -> bool:
         """Whether no endpoint of a model has answered a call well, though some were made."""
-        endpoints = [endpoint for _, beat in self._serving(model) for endpoint in beat.endpoints]
+        endpoints = [endpoint for _, heartbeat in self._serving(model) for endpoint in heartbeat.endpoints]
         return bool(endpoints) and all(endpoint.problem for endpoint in endpoints)
 
     def live_names(self) -> set[str]:
@@ -221,42 +221,50 @@ class FleetView(msgspec.Struct, frozen=True):
     def is_watched(self, without: str) -> bool:
         """Whether somebody looks at the live page of another process than this one."""
         members = (*self.live_gateways(), *self.live_batchers())
-        return any(member.beat.is_watched and member.name != without for member in members)
+        return any(member.heartbeat.is_watched and member.name != without for member in members)
 
-    def offenders(self, model: str) -> list[str]:
-        """Owners that some live batcher has set apart."""
-        return sorted({owner for _, beat in self._serving(model) for owner in beat.offenders})
+    def quarantined(self, model: str) -> list[str]:
+        """Owners that some live batcher has quarantined."""
+        return sorted({owner for _, heartbeat in self._serving(model) for owner in heartbeat.quarantined})
 
     def models(self) -> list[str]:
         """Every model that a live batcher serves."""
-        return list(dict.fromkeys(name for member in self.live_batchers() for name in member.beat.models))
+        return list(dict.fromkeys(name for member in self.live_batchers() for name in member.heartbeat.models))
 
     def outline(self) -> Any:
         """What is worth telling when it differs: who lives, in which state, with how much that works."""
         return (
-            [(member.name, member.status, member.beat.mode) for member in self.gateways],
+            [(member.name, member.status, member.heartbeat.mode) for member in self.gateways],
             [
-                (member.name, member.status, [(name, beat.healthy_slots) for name, beat in member.beat.models.items()])
+                (
+                    member.name,
+                    member.status,
+                    [(name, heartbeat.healthy_slots) for name, heartbeat in member.heartbeat.models.items()],
+                )
                 for member in self.batchers
             ],
         )
 
-    def _measured(self, model: str) -> list[ModelBeat]:
+    def _measured(self, model: str) -> list[ModelHeartbeat]:
         """Of the batchers that tell what they can serve."""
-        return [beat for _, beat in self._serving(model) if beat.capacity_rps > 0.0 and beat.batch_s > 0.0]
+        return [
+            heartbeat
+            for _, heartbeat in self._serving(model)
+            if heartbeat.capacity_rps > 0.0 and heartbeat.batch_s > 0.0
+        ]
 
-    def _serving(self, model: str) -> Iterator[tuple[Member, ModelBeat]]:
+    def _serving(self, model: str) -> Iterator[tuple[FleetMember, ModelHeartbeat]]:
         for member in self.live_batchers():
-            beat = member.beat.models.get(model)
-            if beat is not None:
-                yield member, beat
+            heartbeat = member.heartbeat.models.get(model)
+            if heartbeat is not None:
+                yield member, heartbeat
 
 
 _encode = msgspec.json.Encoder().encode
-_decode_beat = msgspec.json.Decoder(Beat).decode
+_decode_heartbeat = msgspec.json.Decoder(Heartbeat).decode
 
 
-def encode_beat(said: Beat, *, with_models: bool) -> bytes:
+def encode_heartbeat(said: Heartbeat, *, with_models: bool) -> bytes:
     """A heartbeat within its bounds. A batcher's own `in_flight` and `current_utilization` follow from its models."""
     if not with_models:
         return _encode(_bounded(said, {}))
@@ -264,7 +272,7 @@ def encode_beat(said: Beat, *, with_models: bool) -> bytes:
     encoded = _encode(_bounded(said, models))
     if len(encoded) <= BEAT_BYTES_MAX:
         return encoded
-    bare = {name: msgspec.structs.replace(beat, endpoints=()) for name, beat in models.items()}
+    bare = {name: msgspec.structs.replace(heartbeat, endpoints=()) for name, heartbeat in models.items()}
     return _encode(_bounded(said, bare))
 
 
@@ -273,7 +281,7 @@ def read_view(reply: Any, *, seen_at: float, stale_s: float) -> FleetView:
     if not (isinstance(reply, list) and len(reply) == 3 and isinstance(reply[0], int)):
         raise ValueError("this is no reply to a heartbeat")
     now_ms, unreadable = reply[0], 0
-    groups: list[tuple[Member, ...]] = []
+    groups: list[tuple[FleetMember, ...]] = []
     for flat in reply[1:]:
         members = []
         for name, value in zip(flat[: 2 * MEMBERS_MAX : 2], flat[1 : 2 * MEMBERS_MAX : 2], strict=True):
@@ -288,12 +296,15 @@ def read_view(reply: Any, *, seen_at: float, stale_s: float) -> FleetView:
 
 def fleet_state(view: FleetView) -> FleetState:
     """What `/internal/fleet` shows: the models over all batchers, and every process."""
-    names = dict.fromkeys(name for member in view.batchers for name in member.beat.models)
+    names = dict.fromkeys(name for member in view.batchers for name in member.heartbeat.models)
     return FleetState(
         models={name: _model_state(view, name) for name in names},
-        gateways=[GatewayState(**_facts(member), mode=member.beat.mode) for member in view.gateways],
+        gateways=[GatewayState(**_facts(member), mode=member.heartbeat.mode) for member in view.gateways],
         batchers=[
-            BatcherState(**_facts(member), models={name: _share_of(beat) for name, beat in member.beat.models.items()})
+            BatcherState(
+                **_facts(member),
+                models={name: _share_of(heartbeat) for name, heartbeat in member.heartbeat.models.items()},
+            )
             for member in view.batchers
         ],
     )
@@ -301,23 +312,23 @@ def fleet_state(view: FleetView) -> FleetState:
 
 def fleet_health(view: FleetView, unread: int, *, status: Status, broker: Mode, problem: str = "") -> Health:
     """`/internal/health` over the whole fleet; `unread` requests wait in Redis."""
-    serving = [beat for member in view.live_batchers() for beat in member.beat.models.values()]
+    serving = [heartbeat for member in view.live_batchers() for heartbeat in member.heartbeat.models.values()]
     return Health(
         status=status,
         problem=problem or UNSET,
         gpu_utilization=round(_utilization(serving), 4),
         queue_depth=unread,
-        requests_per_second=round(sum(member.beat.rate for member in view.live_gateways()), 2),
+        requests_per_second=round(sum(member.heartbeat.rate for member in view.live_gateways()), 2),
         broker=broker,
-        healthy_slots=sum(beat.healthy_slots for beat in serving),
+        healthy_slots=sum(heartbeat.healthy_slots for heartbeat in serving),
         gateways=len(view.live_gateways()),
         batchers=len(view.live_batchers()),
     )
 
 
-def endpoint_beat(state: EndpointState) -> EndpointBeat:
+def endpoint_heartbeat(state: EndpointHealth) -> EndpointHeartbeat:
     """What a batcher says of an endpoint."""
-    return EndpointBeat(
+    return EndpointHeartbeat(
         name=state.endpoint,
         status=state.state,
         current_utilization=state.utilization,
@@ -330,12 +341,12 @@ def endpoint_beat(state: EndpointState) -> EndpointBeat:
     )
 
 
-def _bounded(said: Beat, models: dict[str, ModelBeat]) -> Beat:
-    beats = list(models.values())
-    return Beat(
+def _bounded(said: Heartbeat, models: dict[str, ModelHeartbeat]) -> Heartbeat:
+    heartbeats = list(models.values())
+    return Heartbeat(
         status=_word(said.status),
-        current_utilization=_share(_utilization(beats) if models else said.current_utilization),
-        in_flight=_count(sum(beat.in_flight for beat in beats) if models else said.in_flight),
+        current_utilization=_share(_utilization(heartbeats) if models else said.current_utilization),
+        in_flight=_count(sum(heartbeat.in_flight for heartbeat in heartbeats) if models else said.in_flight),
         rate=_rate(said.rate),
         mode=_word(said.mode),
         models=models,
@@ -348,36 +359,36 @@ def _bounded(said: Beat, models: dict[str, ModelBeat]) -> Beat:
     )
 
 
-def _bounded_models(said: Mapping[str, ModelBeat]) -> dict[str, ModelBeat]:
-    models: dict[str, ModelBeat] = {}
+def _bounded_models(said: Mapping[str, ModelHeartbeat]) -> dict[str, ModelHeartbeat]:
+    models: dict[str, ModelHeartbeat] = {}
     room = ENDPOINTS_MAX
     problems = iter(range(PROBLEMS_MAX))
-    for name, beat in list(said.items())[:MODELS_MAX]:
-        endpoints = tuple(_bounded_endpoint(endpoint, problems) for endpoint in beat.endpoints[:room])
+    for name, heartbeat in list(said.items())[:MODELS_MAX]:
+        endpoints = tuple(_bounded_endpoint(endpoint, problems) for endpoint in heartbeat.endpoints[:room])
         room -= len(endpoints)
-        models[name[:NAME_LENGTH_MAX]] = ModelBeat(
-            slots=_count(beat.slots),
-            healthy_slots=_count(beat.healthy_slots),
-            in_flight=_count(beat.in_flight),
-            current_utilization=_share(beat.current_utilization),
-            rate=_rate(beat.rate),
-            mean_batch_size=_rate(beat.mean_batch_size),
-            capacity_rps=_rate(beat.capacity_rps),
-            batch_s=max(0.0, min(beat.batch_s, 1e6)),
-            probes=_count(beat.probes),
-            retry_after_s=_count(beat.retry_after_s),
-            is_open_to_others=bool(beat.is_open_to_others),
+        models[name[:NAME_LENGTH_MAX]] = ModelHeartbeat(
+            slots=_count(heartbeat.slots),
+            healthy_slots=_count(heartbeat.healthy_slots),
+            in_flight=_count(heartbeat.in_flight),
+            current_utilization=_share(heartbeat.current_utilization),
+            rate=_rate(heartbeat.rate),
+            mean_batch_size=_rate(heartbeat.mean_batch_size),
+            capacity_rps=_rate(heartbeat.capacity_rps),
+            batch_s=max(0.0, min(heartbeat.batch_s, 1e6)),
+            probes=_count(heartbeat.probes),
+            retry_after_s=_count(heartbeat.retry_after_s),
+            is_open_to_others=bool(heartbeat.is_open_to_others),
             endpoints=endpoints,
-            offenders=tuple(owner[:64] for owner in beat.offenders[:OWNERS_MAX]),
+            quarantined=tuple(owner[:64] for owner in heartbeat.quarantined[:OWNERS_MAX]),
         )
     return models
 
 
-def _bounded_endpoint(said: EndpointBeat, problems: Iterator[int]) -> EndpointBeat:
+def _bounded_endpoint(said: EndpointHeartbeat, problems: Iterator[int]) -> EndpointHeartbeat:
     problem = said.problem
     if problem:
         problem = problem[:PROBLEM_LENGTH_MAX] if next(problems, None) is not None else SAME_PROBLEM
-    return EndpointBeat(
+    return EndpointHeartbeat(
         name=said.name[:NAME_LENGTH_MAX],
         status=_word(said.status),
         current_utilization=_share(said.current_utilization),
@@ -390,7 +401,7 @@ def _bounded_endpoint(said: EndpointBeat, problems: Iterator[int]) -> EndpointBe
     )
 
 
-def _read_member(name: bytes, value: bytes, now_ms: int, stale_s: float) -> Member | None:
+def _read_member(name: bytes, value: bytes, now_ms: int, stale_s: float) -> FleetMember | None:
     stamp_text, _, body = value.partition(b" ")
     if len(name) > NAME_LENGTH_MAX or len(body) > BEAT_BYTES_MAX or not stamp_text.isdigit() or len(stamp_text) > 16:
         return None
@@ -398,13 +409,13 @@ def _read_member(name: bytes, value: bytes, now_ms: int, stale_s: float) -> Memb
     if stamp_ms > _STAMP_MS_MAX:
         return None
     try:
-        beat = _decode_beat(body)
+        heartbeat = _decode_heartbeat(body)
     except (msgspec.MsgspecError, UnicodeDecodeError):
         return None
     # One from the future is as silent as an old one: the clock was set back, and nobody stamped it since.
     age_s = abs(now_ms - stamp_ms) / 1000
     shown = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in name.decode(errors="replace"))
-    return Member(shown, age_s, age_s <= stale_s, rfc3339(stamp_ms / 1000), beat)
+    return FleetMember(shown, age_s, age_s <= stale_s, rfc3339(stamp_ms / 1000), heartbeat)
 
 
 def _model_state(view: FleetView, model: str) -> ModelState:
@@ -412,12 +423,12 @@ def _model_state(view: FleetView, model: str) -> ModelState:
 
     Those of a batcher that fell silent are offline, as far as anybody knows.
     """
-    beats = [member.beat.models[model] for member in view.live_batchers() if model in member.beat.models]
+    heartbeats = [member.heartbeat.models[model] for member in view.live_batchers() if model in member.heartbeat.models]
     return ModelState(
-        slots=sum(beat.slots for beat in beats),
+        slots=sum(heartbeat.slots for heartbeat in heartbeats),
         healthy_slots=view.healthy_slots(model),
         endpoints=[
-            EndpointState(
+            EndpointHealth(
                 endpoint=endpoint.name,
                 state=endpoint.status if member.is_live else OFFLINE,
                 utilization=endpoint.current_utilization if member.is_live else 0.0,
@@ -430,35 +441,35 @@ def _model_state(view: FleetView, model: str) -> ModelState:
                 problem=(endpoint.problem if member.is_live else "") or UNSET,
             )
             for member in view.batchers
-            if model in member.beat.models
-            for endpoint in member.beat.models[model].endpoints
+            if model in member.heartbeat.models
+            for endpoint in member.heartbeat.models[model].endpoints
         ],
-        capacity_rps=round(sum(beat.capacity_rps for beat in beats), 2),
-        offenders=view.offenders(model),
+        capacity_rps=round(sum(heartbeat.capacity_rps for heartbeat in heartbeats), 2),
+        quarantined=view.quarantined(model),
     )
 
 
-def _facts(member: Member) -> dict[str, Any]:
+def _facts(member: FleetMember) -> dict[str, Any]:
     """What the page says of gateways and batchers alike."""
     return {
         "name": member.name,
         "status": member.status,
-        "current_utilization": member.beat.current_utilization,
-        "in_flight": member.beat.in_flight,
+        "current_utilization": member.heartbeat.current_utilization,
+        "in_flight": member.heartbeat.in_flight,
         "last_heartbeat": member.last_heartbeat,
     }
 
 
-def _share_of(beat: ModelBeat) -> ModelShare:
-    facts = msgspec.structs.asdict(beat)
+def _share_of(heartbeat: ModelHeartbeat) -> ModelShare:
+    facts = msgspec.structs.asdict(heartbeat)
     for own in ("endpoints", "batch_s", "probes", "retry_after_s", "is_open_to_others"):
         del facts[own]
     return ModelShare(**facts)
 
 
-def _utilization(beats: Sequence[ModelBeat]) -> float:
-    slots = sum(beat.slots for beat in beats)
-    return sum(beat.current_utilization * beat.slots for beat in beats) / slots if slots else 0.0
+def _utilization(heartbeats: Sequence[ModelHeartbeat]) -> float:
+    slots = sum(heartbeat.slots for heartbeat in heartbeats)
+    return sum(heartbeat.current_utilization * heartbeat.slots for heartbeat in heartbeats) / slots if slots else 0.0
 
 
 def _word(value: object) -> str:

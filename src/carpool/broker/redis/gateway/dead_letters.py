@@ -16,7 +16,7 @@ from carpool.broker.redis.formats import UnknownFormatError
 from carpool.broker.redis.gateway.refusals import out_of_reach
 from carpool.broker.redis.gateway.tasks import RedisTasks
 from carpool.broker.redis.keys import Shard
-from carpool.broker.redis.steps import LetterHeads, Steps
+from carpool.broker.redis.redis_ops import LetterHeads, RedisOps
 from carpool.broker.replays import ReplayRun, answer_of, no_such_letter, not_served, replay_request
 from carpool.core.clock import Clock, monotonic
 from carpool.core.dead_letter import DeadLetterSummary, Replayed, ReplayReport, StoredDeadLetter
@@ -35,7 +35,7 @@ class RedisDeadLetterDesk:
 
     def __init__(
         self,
-        steps: Steps,
+        steps: RedisOps,
         tasks: RedisTasks,
         models: Container[str],
         *,

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 
 from carpool.broker.redis.formats import ENTRY_FORMAT, Header, encode_header, encode_more, encode_record
 from carpool.broker.redis.keys import lane_name, line_name
-from carpool.broker.redis.terms import QueueStream
+from carpool.broker.redis.types import QueueStream
 from carpool.core.request import Request
 from carpool.core.trace import text_of
 

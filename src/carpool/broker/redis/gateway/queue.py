@@ -7,7 +7,7 @@
    its own hands them to its local broker (direct mode); one without answers 503. Work may be done twice then; outcomes
    are given once. When Redis comes back, entries that were handed on are withdrawn, if nobody took them. When it has
    lost what it had, this gateway's stream of replies too, all that waits here is queued again.
-4. What exceeds its owner's share of what is parked here waits in a second line of its tier (broker/shares.py).
+4. What exceeds its owner's share of what is parked here waits in a second line of its tier (broker/owner_quota.py).
 5. Whoever leaves has its entry deleted, and a batcher that took it is told. Whoever waited too long for a slot has it
    deleted if no batcher took it yet.
 6. This gateway's own clock decides when the time of a request is over. Batchers count on Redis's clock: if that is set,
@@ -23,15 +23,15 @@ from typing import Any, NamedTuple
 import msgspec
 
 from carpool.broker.memory import MemoryBroker
-from carpool.broker.parking import Parking
+from carpool.broker.pending import PendingRequests
 from carpool.broker.redis.client.link import NoRoom, RedisFailure, Refused
 from carpool.broker.redis.formats import Reply, make_error
 from carpool.broker.redis.gateway.entries import ENTRIES_A_CALL_MAX, header_of, parts_of, stream_of, values_of
 from carpool.broker.redis.gateway.refusals import REFUSALS, error_of, out_of_reach
 from carpool.broker.redis.gateway.replies import ReplyReader
 from carpool.broker.redis.keys import Shard
-from carpool.broker.redis.steps import Added, Addition, Queued, Steps
-from carpool.broker.redis.terms import LEFT, NOT_HELD, NOT_TAKEN, QueueStream
+from carpool.broker.redis.redis_ops import Added, Queued, RedisOps, StreamAddition
+from carpool.broker.redis.types import LEFT, NOT_HELD, NOT_TAKEN, QueueStream
 from carpool.core.clock import Clock, monotonic
 from carpool.core.errors import (
     BrokerDown,
@@ -44,12 +44,12 @@ from carpool.core.errors import (
     queue_time_passed,
 )
 from carpool.core.events import Events
+from carpool.core.histograms import Histogram, RequestSeconds
 from carpool.core.kept import Kept
 from carpool.core.outcome import Outcome
-from carpool.core.ports import Standing
+from carpool.core.ports import QueueStats
 from carpool.core.request import DONE, QUEUED, Request
 from carpool.core.snapshot import Mode
-from carpool.core.tally import Histogram, RequestSeconds
 from carpool.core.timers import Every, OncePerTurn
 
 logger = logging.getLogger("carpool.broker")
@@ -69,7 +69,7 @@ LATE_CODES = (DeadlineExceeded.code, QueueTimeout.code)
 NOT_LATE_S = 0.1
 
 
-class Group(msgspec.Struct, eq=False):
+class LaneRequests(msgspec.Struct, eq=False):
     """The requests of one lane and line that leave in this turn, and what is the same for all of them."""
 
     stream: QueueStream
@@ -78,10 +78,10 @@ class Group(msgspec.Struct, eq=False):
 
 
 # What is queued in one shard: the requests of some groups.
-Pile = list[tuple[Group, list[Request]]]
+ShardRequests = list[tuple[LaneRequests, list[Request]]]
 
 
-class Parcel(msgspec.Struct, eq=False):
+class EnqueueBatch(msgspec.Struct, eq=False):
     """Requests that were queued in one stream by one call."""
 
     shard: Shard
@@ -116,7 +116,7 @@ class RedisQueue:
 
     def __init__(
         self,
-        steps: Steps,
+        steps: RedisOps,
         name: bytes,
         *,
         waiting_max: int,
@@ -151,7 +151,7 @@ class RedisQueue:
         self._mode_changed = mode_changed
         self._clock = clock
         self.mode: Mode = "direct" if local is not None else "down"
-        self.parking = Parking(
+        self.pending = PendingRequests(
             waiting_max=waiting_max,
             bytes_max=bytes_max,
             models=models,
@@ -161,8 +161,8 @@ class RedisQueue:
             events=events,
             clock=clock,
         )
-        self._groups: Kept[tuple[str, bytes, bytes, int, float, bool, bool, bool], Group] = Kept(GROUPS_KEPT_MAX)
-        self._leaving: list[Group] = []
+        self._groups: Kept[tuple[str, bytes, bytes, int, float, bool, bool, bool], LaneRequests] = Kept(GROUPS_KEPT_MAX)
+        self._leaving: list[LaneRequests] = []
         self._cancelled: defaultdict[int, list[Withdrawal]] = defaultdict(list)
         self._to_withdraw: list[tuple[Shard, bytes, bytes]] = []
         # Runs while a node that is up has not deleted some.
@@ -184,12 +184,12 @@ class RedisQueue:
     @property
     def outcomes(self) -> Counter[str]:
         """What became of requests, by code."""
-        return self.parking.outcomes
+        return self.pending.outcomes
 
     @property
     def waited(self) -> Histogram:
         """How long requests waited for a slot."""
-        return self.parking.waited
+        return self.pending.waited
 
     @property
     def to_withdraw(self) -> int:
@@ -197,7 +197,7 @@ class RedisQueue:
         return len(self._to_withdraw)
 
     def __repr__(self) -> str:
-        return f"<RedisQueue {self.mode} {self.parking!r}>"
+        return f"<RedisQueue {self.mode} {self.pending!r}>"
 
     # What the face and admission call.
 
@@ -207,11 +207,11 @@ class RedisQueue:
             if self._local is None:
                 return out_of_reach()
             refusal = self._local.submit(request)
-            self.parking.arrivals[request.model] += refusal is None
+            self.pending.arrivals[request.model] += refusal is None
             return refusal
         if self._is_memory_full():
             return memory_full()
-        refusal = self.parking.park(request)
+        refusal = self.pending.park(request)
         if refusal is None:
             self._queue(request)
         return refusal
@@ -220,11 +220,11 @@ class RedisQueue:
         """Why those of one call cannot be queued, all of them, as far as this gateway knows."""
         if self.mode != "redis":
             return out_of_reach() if self._local is None else self._local.refusal_of_all(requests)
-        return memory_full() if self._is_memory_full() else self.parking.refusal_of_all(requests)
+        return memory_full() if self._is_memory_full() else self.pending.refusal_of_all(requests)
 
-    def standing(self, model: str, tier: int) -> Standing:
+    def queue_stats(self, model: str, tier: int) -> QueueStats:
         """Who has synchronous requests of a model and a tier parked here."""
-        return self.parking.standing(model, tier)
+        return self.pending.queue_stats(model, tier)
 
     def cancel(self, request: Request) -> None:
         """The client left: never send it if it has not been sent yet, discard its result otherwise."""
@@ -234,19 +234,19 @@ class RedisQueue:
         """Give a request an outcome that did not come from Redis; false if it has one already."""
         if request.phase == DONE:
             return False
-        if request not in self.parking:
+        if request not in self.pending:
             return self._local is not None and self._local.settle(request, outcome)
         self._withdraw(request)
-        self.parking.end(request, outcome)
+        self.pending.end(request, outcome)
         return True
 
     def expire(self, now: float) -> None:
         """Look at the requests whose time is over."""
-        for request in self.parking.due(now):
+        for request in self.pending.due(now):
             if request.deadline <= now:
                 self.settle(request, DeadlineExceeded("no result in time; the request was given up"))
             else:
-                self.parking.await_end(request)
+                self.pending.await_end(request)
                 self._withdraw(request, queue_time_passed(request.queue_timeout_s))
 
     def fail_waiting(self, model: str, since: float, error: CarpoolError) -> None:
@@ -254,7 +254,7 @@ class RedisQueue:
 
         No batcher would take what was given back until it is late.
         """
-        for request in self.parking.requests():
+        for request in self.pending.requests():
             is_theirs = request.model == model and not request.is_task and request.arrived < since
             # Of others it is not known whether a batcher has them: they are looked at again soon.
             if is_theirs and (place := self.place_of(request)) is not None and place[0] in self._up:
@@ -277,10 +277,10 @@ class RedisQueue:
             logger.log(logging.INFO if mode == "redis" else logging.WARNING, "the broker's mode is now %s", mode)
             self.mode = mode
         if is_lost or mode != "redis":
-            parked = self.parking.requests()
+            parked = self.pending.requests()
             self._send_again(r for r in parked if r.held_by is not None and r.held_by.shard not in up)
         if mode == "direct":
-            self._send_again(self.parking.requests())
+            self._send_again(self.pending.requests())
         if self._to_withdraw and up:
             self._withdraw_left()
         if self._is_emptied:
@@ -292,7 +292,7 @@ class RedisQueue:
         """Outcomes may be lost, and entries too: queue again all that waits here. What a batcher has is withdrawn."""
         self._is_emptied = self.mode != "redis"
         if not self._is_emptied:
-            self._send_again(request for request in self.parking.requests() if request.held_by is not None)
+            self._send_again(request for request in self.pending.requests() if request.held_by is not None)
             self._withdraw_left()
 
     def close(self) -> None:
@@ -305,13 +305,13 @@ class RedisQueue:
     def reply_came(self, reply: Reply) -> None:
         """Outcomes from a batcher."""
         if reply.outputs:
-            self.parking.settle_all(reply.outputs, reply.calls)
+            self.pending.settle_all(reply.outputs, reply.calls)
         for index, (number, code, detail, retry_after_s) in enumerate(reply.errors):
             # A batcher of an older version tells nothing of their calls.
             call, queue_s = reply.error_calls[index] if index < len(reply.error_calls) else (-1, 0.0)
             facts = reply.calls[call] if 0 <= call < len(reply.calls) else None
             if facts is not None or code not in LATE_CODES or not self._is_queued_again(number, code):
-                self.parking.fail(number, make_error(code, detail, retry_after_s), facts, queue_s)
+                self.pending.fail(number, make_error(code, detail, retry_after_s), facts, queue_s)
         for task_id in reply.finished:
             self._task_finished(task_id)
         if reply.wanted or reply.found:
@@ -319,14 +319,14 @@ class RedisQueue:
 
     def _is_queued_again(self, number: int, code: str) -> bool:
         """A batcher took a request for late, and never sent it: queue it again if there is time left."""
-        request = self.parking.find(number)
+        request = self.pending.find(number)
         if request is None or self.mode != "redis" or not self._up:
             return False
         is_for_slot = code == QueueTimeout.code
         over_at = request.arrived + request.queue_timeout_s if is_for_slot else request.deadline
         if over_at - self._clock() < NOT_LATE_S:
             return False
-        if isinstance(request.held_by, Parcel):
+        if isinstance(request.held_by, EnqueueBatch):
             self._nodes.ask_time(request.held_by.shard.slot)
         self.sent_again += 1
         self._queue(request)
@@ -334,7 +334,7 @@ class RedisQueue:
 
     def place_of(self, request: Request) -> tuple[Shard, bytes, bytes] | None:
         """Shard, field and id of a parked request's entry, if Redis has told it."""
-        entry_id = entry_of(request) if request in self.parking else None
+        entry_id = entry_of(request) if request in self.pending else None
         return None if entry_id is None else (request.held_by.shard, request.held_by.field, entry_id)
 
     # Into Redis.
@@ -356,29 +356,31 @@ class RedisQueue:
         )
         group = self._groups.get(key)
         if group is None:
-            group = Group(stream_of(request, self._offsets_ms), header_of(request, self._name), [])
+            group = LaneRequests(stream_of(request, self._offsets_ms), header_of(request, self._name), [])
             self._groups.keep(key, group, 2 * len(group.header))
         if not group.requests:
             self._leaving.append(group)
-            self.flush.ring()
+            self.flush.notify()
         group.requests.append(request)
 
     def _flush(self) -> None:
         leaving, self._leaving = self._leaving, []
-        parts: list[tuple[Group, list[Request]]] = []
+        parts: list[tuple[LaneRequests, list[Request]]] = []
         for group in leaving:
             requests, group.requests = group.requests, []
             # Somebody may have left, or was handed on, since.
-            requests = self.parking.still_here(requests)
+            requests = self.pending.still_here(requests)
             if requests:
                 inputs = [request.input for request in requests]
                 parts += [(group, part) for part, _ in parts_of(requests, inputs)]
-        for pile in piles_of(parts):
+        for shard_requests in piles_of(parts):
             try:
-                self._send(pile)
+                self._send(shard_requests)
             except Exception:  # a defect must not cost others of this turn their place
                 logger.exception("requests could not be queued")
-                for request in self.parking.still_here(request for _, requests in pile for request in requests):
+                for request in self.pending.still_here(
+                    request for _, requests in shard_requests for request in requests
+                ):
                     self.settle(request, InternalError("the request could not be queued"))
         if self._cancelled:
             cancelled, self._cancelled = self._cancelled, defaultdict(list)
@@ -386,115 +388,119 @@ class RedisQueue:
                 for start in range(0, len(entries), CANCELS_A_CALL_MAX):
                     self._delete(self._keys.shards[number], entries[start : start + CANCELS_A_CALL_MAX])
 
-    def _send(self, pile: Pile) -> None:
+    def _send(self, shard_requests: ShardRequests) -> None:
         """Queue all of a pile in one shard."""
         if not self._up:
-            for _, requests in pile:
+            for _, requests in shard_requests:
                 self._send_again(requests)
             return
         self._next_shard += 1
         shard = self._up[self._next_shard % len(self._up)]
         now, now_ms = self._clock(), self._steps.time_ms(shard)
-        entries = sum(len(requests) for _, requests in pile)
-        lanes = sum(group.stream.is_bound for group, _ in pile)
+        entries = sum(len(requests) for _, requests in shard_requests)
+        lanes = sum(group.stream.is_bound for group, _ in shard_requests)
         is_near_bound = self._held_in[shard.number] + 2 * entries > self._shard_max
         is_lanes_bound_near = 2 * self._lanes_in[shard.number] + lanes > self._lanes_max
-        additions: list[Addition] = []
-        parcels: list[Parcel] = []
-        for group, requests in pile:
-            parcel = Parcel(shard, group.stream.field, requests)
+        additions: list[StreamAddition] = []
+        enqueue_batches: list[EnqueueBatch] = []
+        for group, requests in shard_requests:
+            enqueue_batch = EnqueueBatch(shard, group.stream.field, requests)
             for request in requests:
-                request.held_by = parcel
+                request.held_by = enqueue_batch
             if is_near_bound or (group.stream.is_bound and is_lanes_bound_near):
-                self._submit(group, parcel, now, now_ms)
+                self._submit(group, enqueue_batch, now, now_ms)
             else:
                 values = values_of(requests, now, now_ms)
-                additions.append(Addition(group.stream, group.header, requests[0].owner, values))
-                parcels.append(parcel)
+                additions.append(StreamAddition(group.stream, group.header, requests[0].owner, values))
+                enqueue_batches.append(enqueue_batch)
         if additions:
-            self._steps.add(shard, additions, partial(self._added, shard, parcels))
+            self._steps.add(shard, additions, partial(self._added, shard, enqueue_batches))
 
-    def _submit(self, group: Group, parcel: Parcel, now: float, now_ms: int) -> None:
+    def _submit(self, group: LaneRequests, enqueue_batch: EnqueueBatch, now: float, now_ms: int) -> None:
         """Queue as many of a parcel as there is room for."""
-        requests = parcel.requests
+        requests = enqueue_batch.requests
         self._steps.submit(
-            parcel.shard,
+            enqueue_batch.shard,
             group.stream,
             group.header,
             requests[0].owner,
             [record + content for record, content in values_of(requests, now, now_ms)],
-            partial(self._queued, parcel),
+            partial(self._queued, enqueue_batch),
             held_max=self._shard_max,
             lanes_max=self._lanes_max,
         )
 
-    def _added(self, shard: Shard, parcels: list[Parcel], added: Added) -> None:
+    def _added(self, shard: Shard, enqueue_batches: list[EnqueueBatch], added: Added) -> None:
         """The plain commands and the script behind them have their replies."""
-        for parcel, entry_ids in zip(parcels, added.entry_ids, strict=True):
-            parcel.entry_ids = entry_ids
+        for enqueue_batch, entry_ids in zip(enqueue_batches, added.entry_ids, strict=True):
+            enqueue_batch.entry_ids = entry_ids
         refused = [
-            parcel for parcel in parcels if not all(isinstance(entry_id, bytes) for entry_id in parcel.entry_ids)
+            enqueue_batch
+            for enqueue_batch in enqueue_batches
+            if not all(isinstance(entry_id, bytes) for entry_id in enqueue_batch.entry_ids)
         ]
         # Where slots are moving, the next ones go by the script: it is redirected, plain commands are not.
         is_moving = any(
             isinstance(entry_id, Refused) and entry_id.code in MOVING
-            for parcel in refused
-            for entry_id in parcel.entry_ids
+            for enqueue_batch in refused
+            for entry_id in enqueue_batch.entry_ids
         )
         if added.failure is None or is_moving:
             self._held_in[shard.number] = self._shard_max if is_moving else added.held
             self._lanes_in[shard.number] = added.lanes
         if refused and added.failure is None:  # the script has counted them
-            self._steps.count_again(shard, [parcel.field for parcel in refused])
-        for parcel in parcels:
-            self._parcel_added(parcel, added.failure)
+            self._steps.count_again(shard, [enqueue_batch.field for enqueue_batch in refused])
+        for enqueue_batch in enqueue_batches:
+            self._parcel_added(enqueue_batch, added.failure)
 
-    def _parcel_added(self, parcel: Parcel, failure: RedisFailure | None) -> None:
-        for request, entry_id in zip(parcel.requests, parcel.entry_ids, strict=True):
-            if request.held_by is not parcel:
+    def _parcel_added(self, enqueue_batch: EnqueueBatch, failure: RedisFailure | None) -> None:
+        for request, entry_id in zip(enqueue_batch.requests, enqueue_batch.entry_ids, strict=True):
+            if request.held_by is not enqueue_batch:
                 continue
             if not isinstance(entry_id, bytes):
                 self._not_queued([request], entry_id)
             elif failure is not None:  # it is in the stream, but batchers may not know of that
-                parcel.has_left = True
+                enqueue_batch.has_left = True
                 self._not_queued([request], failure)
-        self._withdraw_those_who_left(parcel)
+        self._withdraw_those_who_left(enqueue_batch)
 
-    def _queued(self, parcel: Parcel, queued: Queued | RedisFailure) -> None:
+    def _queued(self, enqueue_batch: EnqueueBatch, queued: Queued | RedisFailure) -> None:
         """Redis has answered a submission."""
         if isinstance(queued, RedisFailure):
-            self._not_queued([request for request in parcel.requests if request.held_by is parcel], queued)
+            self._not_queued(
+                [request for request in enqueue_batch.requests if request.held_by is enqueue_batch], queued
+            )
             return
-        number = parcel.shard.number
+        number = enqueue_batch.shard.number
         self._held_in[number], self._lanes_in[number] = queued.held, queued.lanes
-        parcel.entry_ids = list(queued.entry_ids)
-        for request in parcel.requests[len(queued.entry_ids) :]:
-            if request.held_by is parcel:
-                self.parking.end(request, REFUSALS["QUEUEFULL"]())
-        self._withdraw_those_who_left(parcel)
+        enqueue_batch.entry_ids = list(queued.entry_ids)
+        for request in enqueue_batch.requests[len(queued.entry_ids) :]:
+            if request.held_by is enqueue_batch:
+                self.pending.end(request, REFUSALS["QUEUEFULL"]())
+        self._withdraw_those_who_left(enqueue_batch)
 
-    def _withdraw_those_who_left(self, parcel: Parcel) -> None:
-        if parcel.has_left:
-            for request, entry_id in zip(parcel.requests, parcel.entry_ids, strict=False):
-                if request.held_by is not parcel and isinstance(entry_id, bytes):
-                    self._cancelled[parcel.shard.number].append(Withdrawal(parcel.field, entry_id))
-            self.flush.ring()
+    def _withdraw_those_who_left(self, enqueue_batch: EnqueueBatch) -> None:
+        if enqueue_batch.has_left:
+            for request, entry_id in zip(enqueue_batch.requests, enqueue_batch.entry_ids, strict=False):
+                if request.held_by is not enqueue_batch and isinstance(entry_id, bytes):
+                    self._cancelled[enqueue_batch.shard.number].append(Withdrawal(enqueue_batch.field, entry_id))
+            self.flush.notify()
 
     def _not_queued(self, waiting: list[Request], failure: RedisFailure) -> None:
         if isinstance(failure, NoRoom) or (isinstance(failure, Refused) and failure.code in REFUSALS):
             for request in waiting:
-                self.parking.end(request, error_of(failure))
+                self.pending.end(request, error_of(failure))
         elif not isinstance(failure, Refused) or failure.code in MOVING:
             self._send_again(waiting)
         else:  # LOADING, CLUSTERDOWN, …: nothing was queued, and the nodes are looked at again
             sorry = BrokerDown("Redis cannot take requests right now; try again soon", retry_after_s=1)
             for request in waiting:
-                self.parking.end(request, sorry)
+                self.pending.end(request, sorry)
 
     def _send_again(self, requests: Iterable[Request]) -> None:
         """Their entries are out of reach: by another shard, or by the upstreams of this gateway, or not at all."""
         for request in requests:
-            if request not in self.parking:
+            if request not in self.pending:
                 continue
             if self.mode == "redis" and self._up:
                 self._leave_entry(request)
@@ -505,18 +511,18 @@ class RedisQueue:
                 self.sent_again += 1
                 self._move_to_local(request)
             elif entry_of(request) is None:
-                self.parking.end(request, BrokerDown("Redis was lost; try again soon", retry_after_s=1))
+                self.pending.end(request, BrokerDown("Redis was lost; try again soon", retry_after_s=1))
             # Else it is in Redis, and may have its outcome when Redis is back in time.
 
     def _leave_entry(self, request: Request) -> None:
         """Remember the entry of a request that goes another way: it is withdrawn as soon as it can be reached."""
-        parcel: Parcel | None = request.held_by
-        if parcel is None:
+        enqueue_batch: EnqueueBatch | None = request.held_by
+        if enqueue_batch is None:
             return
-        parcel.has_left = True
+        enqueue_batch.has_left = True
         entry_id = entry_of(request)
         if entry_id is not None and len(self._to_withdraw) < TO_WITHDRAW_MAX:
-            self._to_withdraw.append((parcel.shard, parcel.field, entry_id))
+            self._to_withdraw.append((enqueue_batch.shard, enqueue_batch.field, entry_id))
 
     def _move_to_local(self, request: Request) -> None:
         assert self._local is not None
@@ -525,11 +531,11 @@ class RedisQueue:
             request.taken = now  # a batcher took it in time: what it waits for is its outcome
         refusal = self._local.reserve(request)
         if refusal is None:
-            self.parking.remove(request)
+            self.pending.remove(request)
             request.number = 0
             self._local.enqueue(request)
         else:
-            self.parking.end(request, refusal)
+            self.pending.end(request, refusal)
 
     # Out of Redis.
 
@@ -537,16 +543,16 @@ class RedisQueue:
         """Have the entry deleted if no batcher has it. With `error`, the request is still parked: it is settled only if
         the entry was still there.
         """
-        parcel: Parcel | None = request.held_by
+        enqueue_batch: EnqueueBatch | None = request.held_by
         entry_id = entry_of(request)
-        if parcel is None or entry_id is None or parcel.shard not in self._up:
+        if enqueue_batch is None or entry_id is None or enqueue_batch.shard not in self._up:
             self._leave_entry(request)
             if error is not None:
-                self.parking.end(request, error)
+                self.pending.end(request, error)
             return
         waiting = None if error is None else request
-        self._cancelled[parcel.shard.number].append(Withdrawal(parcel.field, entry_id, waiting, error))
-        self.flush.ring()
+        self._cancelled[enqueue_batch.shard.number].append(Withdrawal(enqueue_batch.field, entry_id, waiting, error))
+        self.flush.notify()
 
     def _delete(self, shard: Shard, entries: list[Withdrawal]) -> None:
         ids = [(each.field, each.entry_id, each.which) for each in entries]
@@ -561,8 +567,8 @@ class RedisQueue:
                 self._tries.start()
             return
         for (_, _, request, error), was_deleted in zip(entries, deleted, strict=False):
-            if request is not None and error is not None and was_deleted and request in self.parking:
-                self.parking.end(request, error)
+            if request is not None and error is not None and was_deleted and request in self.pending:
+                self.pending.end(request, error)
 
     def _withdraw_left(self) -> None:
         self._tries.stop()
@@ -573,21 +579,23 @@ class RedisQueue:
                 self._cancelled[shard.number].append(Withdrawal(field, entry_id))
             else:
                 self._to_withdraw.append(entry)
-        self.flush.ring()
+        self.flush.notify()
 
 
-def piles_of(parts: Iterable[tuple[Group, list[Request]]]) -> Iterable[Pile]:
+def piles_of(parts: Iterable[tuple[LaneRequests, list[Request]]]) -> Iterable[ShardRequests]:
     """What is queued together, in one shard: one step for all streams costs Redis far less than one for each."""
-    pile: Pile = []
+    shard_requests: ShardRequests = []
     entries = 0
     for group, requests in parts:
-        if pile and (entries + len(requests) > ENTRIES_A_CALL_MAX or len(pile) >= STREAMS_A_CALL_MAX):
-            yield pile
-            pile, entries = [], 0
-        pile.append((group, requests))
+        if shard_requests and (
+            entries + len(requests) > ENTRIES_A_CALL_MAX or len(shard_requests) >= STREAMS_A_CALL_MAX
+        ):
+            yield shard_requests
+            shard_requests, entries = [], 0
+        shard_requests.append((group, requests))
         entries += len(requests)
-    if pile:
-        yield pile
+    if shard_requests:
+        yield shard_requests
 
 
 def memory_full() -> BrokerMemoryFull:
@@ -597,9 +605,9 @@ def memory_full() -> BrokerMemoryFull:
 
 def entry_of(request: Request) -> bytes | None:
     """The id of a request's entry, if it has one and it is known."""
-    parcel: Parcel | None = request.held_by
-    if parcel is None:
+    enqueue_batch: EnqueueBatch | None = request.held_by
+    if enqueue_batch is None:
         return None
-    position = parcel.requests.index(request)
-    entry_id = parcel.entry_ids[position] if position < len(parcel.entry_ids) else None
+    position = enqueue_batch.requests.index(request)
+    entry_id = enqueue_batch.entry_ids[position] if position < len(enqueue_batch.entry_ids) else None
     return entry_id if isinstance(entry_id, bytes) else None

@@ -5,7 +5,7 @@ from functools import partial
 
 from carpool.broker.redis.client.link import RedisFailure
 from carpool.broker.redis.keys import Shard
-from carpool.broker.redis.steps import Steps
+from carpool.broker.redis.redis_ops import RedisOps
 from carpool.core.ports import RateAsk, RateTold
 
 # A script holds up everybody else in Redis: none sees to more owners than this.
@@ -17,7 +17,7 @@ Told = Callable[[str, RateTold | None], None]
 class RedisRateBudget:
     """Asks Redis, whose clock counts."""
 
-    def __init__(self, steps: Steps, gateway: bytes) -> None:
+    def __init__(self, steps: RedisOps, gateway: bytes) -> None:
         self._steps = steps
         self._gateway = gateway
 

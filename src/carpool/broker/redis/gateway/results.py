@@ -21,7 +21,7 @@ from functools import partial
 
 from carpool.broker.redis.client.link import RedisFailure, Refused, ignore
 from carpool.broker.redis.formats import KeptResult, UnknownFormatError, decode_result, encode_result
-from carpool.broker.redis.steps import Steps
+from carpool.broker.redis.redis_ops import RedisOps
 from carpool.core.clock import Clock, monotonic
 from carpool.core.outcome import CallFacts, Output
 from carpool.core.timers import Every, OncePerTurn
@@ -71,7 +71,7 @@ class RedisResults:
 
     def __init__(
         self,
-        steps: Steps,
+        steps: RedisOps,
         *,
         bytes_max: int,
         ttl_s: float,
@@ -111,7 +111,7 @@ class RedisResults:
     def look(self, key: bytes, found: Found) -> None:
         """Have `found` told the result and its age in seconds, or None: once, soon, not before this returns."""
         self._wanted.append((key, found))
-        self._ask_soon.ring()
+        self._ask_soon.notify()
 
     def keep(self, key: bytes, output: Output) -> bool:
         """Keep a result, so that `look` finds it; False if that is not possible now, or not for this one."""

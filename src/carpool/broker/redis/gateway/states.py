@@ -15,29 +15,31 @@ from carpool.broker.redis.formats import Reply, encode_reply
 from carpool.broker.redis.gateway.refusals import out_of_reach
 from carpool.broker.redis.gateway.tasks import names_a_shard
 from carpool.broker.redis.keys import Shard
-from carpool.broker.redis.steps import Steps
+from carpool.broker.redis.redis_ops import RedisOps
 from carpool.core.errors import CarpoolError
-from carpool.core.story import RequestState
+from carpool.core.timeline import RequestState
 
 # So long other gateways are waited for.
 ELSEWHERE_S = 0.5
 
-Answer = Callable[[RequestState | CarpoolError | None], None]
+WhenFound = Callable[[RequestState | CarpoolError | None], None]
 
 
 class RequestStates:
     """Asks Redis, and the other gateways over it."""
 
-    def __init__(self, steps: Steps, gateway: bytes, *, lease_ms: int, others: Callable[[], Iterable[bytes]]) -> None:
+    def __init__(
+        self, steps: RedisOps, gateway: bytes, *, lease_ms: int, others: Callable[[], Iterable[bytes]]
+    ) -> None:
         self._steps = steps
         self._gateway = gateway
         self._lease_ms = lease_ms
         # The other gateways that live.
         self._others = others
         # Who waits for word of a request from another gateway, by its id, and until when.
-        self._asking: dict[str, tuple[asyncio.TimerHandle, list[Answer]]] = {}
+        self._asking: dict[str, tuple[asyncio.TimerHandle, list[WhenFound]]] = {}
 
-    def of_task(self, task_id: str, answer: Answer) -> None:
+    def of_task(self, task_id: str, answer: WhenFound) -> None:
         """How far a task is; None if there is none."""
         if not names_a_shard(task_id):
             answer(None)
@@ -46,7 +48,7 @@ class RequestStates:
             task_id, self._lease_ms, lambda found: answer(out_of_reach() if isinstance(found, RedisFailure) else found)
         )
 
-    def of_entry(self, shard: Shard, field: bytes, entry_id: bytes, waiting: RequestState, answer: Answer) -> None:
+    def of_entry(self, shard: Shard, field: bytes, entry_id: bytes, waiting: RequestState, answer: WhenFound) -> None:
         """Whether a batcher has an entry; `waiting` is what is known without asking."""
 
         def told(is_taken: bool | RedisFailure) -> None:
@@ -55,7 +57,7 @@ class RequestStates:
 
         self._steps.is_leased(shard, field, entry_id, self._lease_ms, told)
 
-    def elsewhere(self, request_id: str, answer: Answer) -> None:
+    def elsewhere(self, request_id: str, answer: WhenFound) -> None:
         """Ask the other gateways for a request; None if none of them tells of it in time."""
         if request_id in self._asking:
             self._asking[request_id][1].append(answer)

@@ -27,7 +27,7 @@ from carpool.broker.redis.gateway.entries import NOBODY, header_of, parts_of, st
 from carpool.broker.redis.gateway.refusals import REFUSALS, error_of, out_of_reach
 from carpool.broker.redis.gateway.task_removals import TaskRemovals
 from carpool.broker.redis.keys import SHARDS_MAX, Shard
-from carpool.broker.redis.steps import Queued, Steps, Unreadable
+from carpool.broker.redis.redis_ops import Queued, RedisOps, Unreadable
 from carpool.core.clock import Clock, monotonic
 from carpool.core.errors import BrokerDown, CarpoolError, InternalError
 from carpool.core.events import Events
@@ -70,7 +70,7 @@ class TaskIntake:
 
     def __init__(
         self,
-        steps: Steps,
+        steps: RedisOps,
         removals: TaskRemovals,
         *,
         held_max: int,
@@ -140,7 +140,7 @@ class TaskIntake:
 
     def _flush_soon(self) -> None:
         if not self._is_confirming:
-            self._flush.ring()
+            self._flush.notify()
 
     def _send_collected(self) -> None:
         requests: list[Request] = []

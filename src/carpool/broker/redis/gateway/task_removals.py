@@ -12,7 +12,7 @@ from functools import partial
 from carpool.broker.redis.client.link import RedisFailure
 from carpool.broker.redis.keys import Shard
 from carpool.broker.redis.notices import Notices
-from carpool.broker.redis.steps import EndedTask, Removed, Steps
+from carpool.broker.redis.redis_ops import EndedTask, RedisOps, Removed
 from carpool.core.timers import Every
 
 # Redis may still have the submission of a lost connection to read when it is first asked to remove the task.
@@ -26,7 +26,7 @@ LATELY_MAX = 256
 class TaskRemovals:
     """Removes tasks in any state, with their entries if no batcher took them yet; says which ones are accepted."""
 
-    def __init__(self, steps: Steps) -> None:
+    def __init__(self, steps: RedisOps) -> None:
         self._steps = steps
         self._notices = Notices(steps)
         # How often more a task that Redis did not know is asked for.

@@ -15,7 +15,7 @@ from functools import partial
 
 import msgspec
 
-from carpool.broker.polls import Answer, Poll, Polls, no_such_task
+from carpool.broker.polls import Poll, Polls, WhenPolled, no_such_task
 from carpool.broker.redis.client.link import RedisFailure
 from carpool.broker.redis.ended_tasks import EndedTasks
 from carpool.broker.redis.formats import LATE
@@ -23,7 +23,7 @@ from carpool.broker.redis.gateway.refusals import out_of_reach
 from carpool.broker.redis.gateway.task_intake import Accepted, TaskIntake
 from carpool.broker.redis.gateway.task_removals import TaskRemovals
 from carpool.broker.redis.keys import Shard
-from carpool.broker.redis.steps import EndedTask, LookedAt, Steps
+from carpool.broker.redis.redis_ops import EndedTask, LookedAt, RedisOps
 from carpool.core.errors import CarpoolError, ClientLeft, UnknownTask
 from carpool.core.outcome import Outcome
 from carpool.core.ports import Caller
@@ -45,7 +45,7 @@ class RedisTasks:
 
     def __init__(
         self,
-        steps: Steps,
+        steps: RedisOps,
         gateway: bytes,
         intake: TaskIntake,
         removals: TaskRemovals,
@@ -86,7 +86,7 @@ class RedisTasks:
     def settled(self, request: Request, outcome: Outcome) -> None:
         """Nothing to do: who submitted it is told by `accepted`, and its outcome is in Redis."""
 
-    def look(self, caller: Caller, task_id: str, wait_s: float, forget: bool, answer: Answer) -> Poll:
+    def look(self, caller: Caller, task_id: str, wait_s: float, forget: bool, answer: WhenPolled) -> Poll:
         """Answer with the task's state: at once, or as soon as it has an outcome but not later than `wait_s`."""
         poll = Poll(caller, task_id, answer, forget)
         if not names_a_shard(task_id):
@@ -189,8 +189,8 @@ class RedisTasks:
                 return
             if found.was_over is not None:
                 self._late.came(shard, receipt, [found.was_over])
-            if found.task is not None and found.standing is not None:
-                model, ahead = found.standing
+            if found.task is not None and found.queue_stats is not None:
+                model, ahead = found.queue_stats
                 queue = TAKEN if ahead < 0 else self._queue_place(task_id, model, ahead)
                 done(msgspec.structs.replace(found.task, queue=queue))
             else:

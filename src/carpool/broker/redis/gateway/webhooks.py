@@ -13,7 +13,7 @@ from carpool.broker.redis.client.link import RedisFailure
 from carpool.broker.redis.gateway.dead_letters import answered
 from carpool.broker.redis.gateway.tasks import names_a_shard
 from carpool.broker.redis.keys import Shard
-from carpool.broker.redis.steps import Steps
+from carpool.broker.redis.redis_ops import RedisOps
 from carpool.core.task import StoredTask
 from carpool.core.webhook import DueWebhook, WebhookState, host_of
 
@@ -26,7 +26,7 @@ class RedisOutbox:
     """Those of one deployment."""
 
     def __init__(
-        self, steps: Steps, waiting: Callable[[], tuple[int, int]], shards_with_some: Callable[[], list[Shard]]
+        self, steps: RedisOps, waiting: Callable[[], tuple[int, int]], shards_with_some: Callable[[], list[Shard]]
     ) -> None:
         self._steps = steps
         self._keys = steps.keys

@@ -1,4 +1,4 @@
--- Entries were added by plain commands: count them, see to it that batchers find their streams, and ring.
+-- Entries were added by plain commands: count them, see to it that batchers find their streams, and wake them.
 -- ARGV: now, then for each stream: field, what is said of it, how many were added, owner of the first
 -- Returns: entries held, lanes that count against the bound
 local now = clock(ARGV[1])

@@ -7,7 +7,7 @@ local PREFIX = string.sub(COUNTS, 1, -#'counts' - 1)
 local LANES, SIZES, LEASED, IDLE = PREFIX .. 'lanes', PREFIX .. 'sizes', PREFIX .. 'leased', PREFIX .. 'idle'
 local OPENERS, OPENED, LINES = PREFIX .. 'openers', PREFIX .. 'opened', PREFIX .. 'lines'
 local LETTERS, LETTER_BODIES = PREFIX .. 'letters', PREFIX .. 'letter'
-local BELL = PREFIX .. 'bell'
+local WAKEUP = PREFIX .. 'wakeup'
 
 local function stream_of(field)
   return PREFIX .. 'q:' .. field
@@ -97,10 +97,10 @@ local function head_of(stream, last_delivered)
   end
 end
 
--- Batchers that found nothing sleep until the bell; those that found something come back by themselves. It says where
+-- Batchers that found nothing sleep until a wakeup; those that found something come back by themselves. It says where
 -- something waits, so that nobody has to ask.
-local function ring(field, model, place, unread)
-  redis.call('SPUBLISH', BELL, string.format('%d %.0f %s %s', unread, place, field, model))
+local function notify(field, model, place, unread)
+  redis.call('SPUBLISH', WAKEUP, string.format('%d %.0f %s %s', unread, place, field, model))
 end
 
 -- A stream has entries to take, and had none. `lines` has those streams of lanes that count, and how many each lane has.
@@ -190,7 +190,7 @@ local function added(field, text, number, now, owner)
   local place = now + offset
   if redis.call('ZADD', heads_of(model), 'NX', string.format('%.0f', place), field) == 1 then
     begins_to_wait(field, bound, owner)
-    ring(field, model, place, number)
+    notify(field, model, place, number)
   end
 end
 
@@ -348,7 +348,7 @@ local function nobody_waits(entries)
     table.insert(told[consumer], field .. ' ' .. id)
   end
   for consumer, ids in pairs(told) do
-    redis.call('SPUBLISH', BELL, 'left ' .. consumer .. ' ' .. table.concat(ids, ' '))
+    redis.call('SPUBLISH', WAKEUP, 'left ' .. consumer .. ' ' .. table.concat(ids, ' '))
   end
 end
 

@@ -15,9 +15,9 @@ while ARGV[at] do
   local before = tonumber(redis.call('HGET', SIZES, 'u' .. field) or '0')
   local left, place, model = look_again(field, models)
   leased(field)
-  -- The read should have left nothing: what is there came in between, and no bell was rung for it.
+  -- The read should have left nothing: what is there came in between, and no wakeup was sent for it.
   if left > 0 and before <= wanted then
-    ring(field, model, place, left)
+    notify(field, model, place, left)
   end
   at = at + 2
 end

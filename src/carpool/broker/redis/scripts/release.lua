@@ -14,7 +14,7 @@ while ARGV[at] do
     end
   end
   if released > 0 then
-    redis.call('SPUBLISH', BELL, 'back')
+    redis.call('SPUBLISH', WAKEUP, 'back')
   end
   at = at + 2 + 2 * number
 end

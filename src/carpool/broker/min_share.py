@@ -14,7 +14,7 @@ DUE_MAX = 1024.0
 SYNCHRONOUS_SHARE = 0.9
 
 
-class Trickle:
+class MinShare:
     """Kept for one model. `debt_max`: of what they got beyond their share, so much is held against them."""
 
     __slots__ = ("_credit", "_debt_max", "_share")

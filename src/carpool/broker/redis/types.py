@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 # An entry's id and its fields, as Redis sends them. Nobody says what they contain.
-Entry = Sequence[Any]
+StreamEntry = Sequence[Any]
 # Which suspects of a model may come.
 NONE, WITH_COMPANY, ANY = 0, 1, 2
 # Which entries that were given back a claim leaves to others.
@@ -31,7 +31,7 @@ class Head(msgspec.Struct):
         self.lane, _, self.line = self.field.partition(b":")
 
 
-class View(NamedTuple):
+class ShardSnapshot(NamedTuple):
     """A shard at one moment."""
 
     # On Redis's clock, when the answer came, at the latest.
@@ -40,20 +40,20 @@ class View(NamedTuple):
     heads: list[Head]
 
 
-class Stream(NamedTuple):
+class StreamEntries(NamedTuple):
     """Entries of one stream that this batcher has now; how often each was delivered, if not for the first time."""
 
     field: bytes
-    entries: Sequence[Entry]
+    entries: Sequence[StreamEntry]
     deliveries: Sequence[int] | None = None
 
 
 class Taken(NamedTuple):
     """What a batcher got."""
 
-    streams: list[Stream]
+    streams: list[StreamEntries]
     # None: what was read is ours, but nothing else is known, not even the time.
-    view: View | None
+    view: ShardSnapshot | None
     # By a claim: models of which more could be had with more room, and those of which suspects are left.
     more: frozenset[str] = frozenset()
     suspects: frozenset[str] = frozenset()
@@ -95,10 +95,10 @@ class Budget(msgspec.Struct):
     model: str
     batches: int
     largest: int
-    rooms: dict[bytes, int]
+    headroom: dict[bytes, int]
     # Room in those begun of entries that came again, by lane and delivery.
     again: dict[bytes, int] = {}
 
     def allows(self, head: Head) -> bool:
         """Whether something of this stream may be taken."""
-        return self.model == head.model and (self.batches > 0 or self.rooms.get(head.lane, 0) > 0)
+        return self.model == head.model and (self.batches > 0 or self.headroom.get(head.lane, 0) > 0)

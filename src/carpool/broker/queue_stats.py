@@ -1,4 +1,4 @@
-"""How many wait, in all and by owner (core.ports.Standing). Pure."""
+"""How many wait, in all and by owner (core.ports.QueueStats). Pure."""
 
 # So many bytes of an input cost as much as the request itself.
 COST_BYTES = 4096

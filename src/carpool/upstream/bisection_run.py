@@ -4,12 +4,12 @@ from collections.abc import Collection
 
 from carpool.core.request import Request
 from carpool.upstream.attempts import Failure
+from carpool.upstream.bisection import Bisection, Slice
 from carpool.upstream.poison import key_of
-from carpool.upstream.pool import Member
-from carpool.upstream.search import Group, Search
+from carpool.upstream.pool import EndpointState
 
 
-class Case:
+class BisectionRun:
     """One batch that was refused, and what is known of its members."""
 
     __slots__ = (
@@ -31,7 +31,7 @@ class Case:
         "wholes_refused",
     )
 
-    def __init__(self, batch: list[Request], search: Search, failure: Failure | None, now: float) -> None:
+    def __init__(self, batch: list[Request], search: Bisection, failure: Failure | None, now: float) -> None:
         self.batch = batch
         self.search = search
         # How it began; None for inputs that are sent alone because they are known, and what they are known by.
@@ -39,15 +39,15 @@ class Case:
         self.known = [key_of(request) for request in batch] if failure is None else []
         self.started = failure.started if failure is not None else now
         # By member: who refused a call with it, who refused it alone, and how that was said.
-        self.refused_by: dict[int, set[Member]] = {}
-        self.refused_alone_by: dict[int, set[Member]] = {}
+        self.refused_by: dict[int, set[EndpointState]] = {}
+        self.refused_alone_by: dict[int, set[EndpointState]] = {}
         self.last: dict[int, Failure] = {}
         # Who answered a part of it.
-        self.answered_by: set[Member] = set()
+        self.answered_by: set[EndpointState] = set()
         # The groups that were answered, and those that were refused, with the endpoints that did so.
-        self.parts_answered: list[Group] = []
-        self.wholes_refused: list[tuple[Group, Member]] = []
-        # Owners that have been counted as offenders for this case already.
+        self.parts_answered: list[Slice] = []
+        self.wholes_refused: list[tuple[Slice, EndpointState]] = []
+        # Owners that have been counted as quarantined for this case already.
         self.counted: set[str] = set()
         # How many endpoints were asked about a member alone, where it was more than one.
         self.asked: dict[int, int] = {}
@@ -57,7 +57,7 @@ class Case:
         # Since when it waits for a slot.
         self.waiting_since = now
 
-    def refused_again_by(self, members: Collection[Member]) -> list[Member]:
+    def refused_again_by(self, members: Collection[EndpointState]) -> list[EndpointState]:
         """Of these endpoints: one entry for each call that was refused, but the first."""
         again = []
         for member in members:
@@ -66,7 +66,7 @@ class Case:
             again += [member] * (groups + alone - 1)
         return again
 
-    def note(self, group: Group, failure: Failure) -> None:
+    def note(self, group: Slice, failure: Failure) -> None:
         """A call with these members was refused. Others may have been in it, who have left meanwhile."""
         member = failure.member
         for index in range(group.first, group.end):
@@ -78,11 +78,11 @@ class Case:
         if member is not None and failure.size == group.size > 1:
             self.wholes_refused.append((group, member))
 
-    def good_wholes(self) -> dict[Member, tuple[int, int]]:
+    def good_wholes(self) -> dict[EndpointState, tuple[int, int]]:
         """By endpoint: the size of the smallest group that it refused though every member was answered later on, and
         the size of the largest part of that which was answered.
         """
-        found: dict[Member, tuple[int, int]] = {}
+        found: dict[EndpointState, tuple[int, int]] = {}
         for whole, member in self.wholes_refused:
             parts = [part.size for part in self.parts_answered if whole.first <= part.first and part.end <= whole.end]
             if sum(parts) == whole.size and (member not in found or whole.size < found[member][0]):

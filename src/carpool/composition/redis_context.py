@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from carpool.broker.fill import LOOK_S, FillWatch
 from carpool.broker.memory import MemoryBroker
-from carpool.broker.parking import Parking
+from carpool.broker.pending import PendingRequests
 from carpool.broker.redis.client.nodes import Nodes
 from carpool.broker.redis.dead_letters.bounds import LetterBounds
 from carpool.broker.redis.dead_letters.box import RedisDeadLetterBox
@@ -21,7 +21,7 @@ from carpool.broker.redis.fleet.memory import MemoryWatch
 from carpool.broker.redis.fleet.persistence import PersistenceWatch
 from carpool.broker.redis.fleet.registry import Registry
 from carpool.broker.redis.fleet.servers import Inspection
-from carpool.broker.redis.fleet.view import DRAINING, Beat, FleetView, fleet_health, fleet_state
+from carpool.broker.redis.fleet.view import DRAINING, FleetView, Heartbeat, fleet_health, fleet_state
 from carpool.broker.redis.gateway.dead_letters import RedisDeadLetterDesk
 from carpool.broker.redis.gateway.results import RedisResults
 from carpool.broker.redis.gateway.states import RequestStates
@@ -30,16 +30,16 @@ from carpool.broker.redis.gateway.task_removals import TaskRemovals
 from carpool.broker.redis.gateway.tasks import RedisTasks
 from carpool.broker.redis.gateway.webhooks import RedisOutbox
 from carpool.broker.redis.keys import Keys, line_name
-from carpool.broker.redis.steps import EndedTask, Steps
+from carpool.broker.redis.redis_ops import EndedTask, RedisOps
 from carpool.composition.batcher import BatcherHalf
-from carpool.composition.ground import Ground
+from carpool.composition.runtime import Runtime
 from carpool.composition.shedding import queue_timeout_s
 from carpool.core.errors import CarpoolError
 from carpool.core.names import Role
 from carpool.core.request import ended_elsewhere
 from carpool.core.snapshot import FleetState, Health, Mode, OutcomeNumbers, RedisNumbers, problem_of
-from carpool.core.story import Queue, RequestState
 from carpool.core.task import QueuePlace, place_behind
+from carpool.core.timeline import Queue, RequestState
 from carpool.service import ModelFace
 from carpool.settings import ConfigError, Settings, broker_address, models_of
 
@@ -55,12 +55,12 @@ REFRESH_S = 1.0
 START_TIMEOUT_S = 2.0
 
 
-class Meeting:
+class RedisContext:
     """Connections, watches over Redis, tasks and dead letters, and this process's place in the fleet."""
 
-    def __init__(self, ground: Ground, role: Role, describe: Callable[[], Beat]) -> None:
-        settings, broker = ground.settings, ground.settings.broker
-        self.ground = ground
+    def __init__(self, runtime: Runtime, role: Role, describe: Callable[[], Heartbeat]) -> None:
+        settings, broker = runtime.settings, runtime.settings.broker
+        self.runtime = runtime
         self.role = role
         # Unique: what belongs to a process that is gone must not reach another one.
         self.name = f"{socket.gethostname()[:64]}-{os.getpid()}-{secrets.token_hex(4)}".encode()
@@ -70,8 +70,8 @@ class Meeting:
         # Called with each view of the fleet, twice a second.
         self.when_heard: list[Callable[[FleetView], None]] = []
         # Where the outcomes of this process are counted; whoever takes part says that before it starts.
-        self.counted: Parking | MemoryBroker
-        self.faces = {name: ModelFace(model) for name, model in ground.models.items()}
+        self.counted: PendingRequests | MemoryBroker
+        self.faces = {name: ModelFace(model) for name, model in runtime.models.items()}
         self.line_offsets_ms = line_offsets_ms(settings)
         self.keys = Keys(broker.namespace, broker.shards)
         # Where Redis must not write to a disk.
@@ -80,14 +80,14 @@ class Meeting:
         self.nodes = self._make_nodes()
         self.memory = MemoryWatch(self.nodes, memory_max=broker.memory_max)
         self.depth = DepthWatch(self.nodes, self.keys, list(self.line_offsets_ms))
-        self.steps = Steps(self.nodes, self.keys)
+        self.steps = RedisOps(self.nodes, self.keys)
         self.letter_bounds = LetterBounds(
             letters_max=LETTERS_A_SHARD_MAX,
             bytes_max=-(-settings.dead_letters.bytes_max // broker.shards),
             ttl_ms=round(settings.tasks.dead_letter_ttl_s * 1000),
             is_memory_short=lambda: self.memory.is_short,
             memory_bytes_max=lambda: self.memory.letter_bytes_max(broker.shards),
-            clock=ground.clock,
+            clock=runtime.clock,
         )
         self.dead_letters = RedisDeadLetterBox(
             self.steps, bounds=self.letter_bounds, kept=settings.dead_letters.synchronous
@@ -98,11 +98,11 @@ class Meeting:
         self.desk = RedisDeadLetterDesk(
             self.steps,
             self.tasks,
-            frozenset(ground.models),
-            tier_target_s=ground.tier_target_s,
+            frozenset(runtime.models),
+            tier_target_s=runtime.tier_target_s,
             task_timeout_s=settings.tasks.timeout_s,
             prepare=lambda request: self.faces[request.model].prepare(request),
-            clock=ground.clock,
+            clock=runtime.clock,
         )
         self.registry = Registry(
             self.nodes,
@@ -112,39 +112,39 @@ class Meeting:
             describe=describe,
             changed=lambda: call_all(self.when_fleet_changes),
             heard=self._heard,
-            clock=ground.clock,
+            clock=runtime.clock,
         )
 
     async def check_disks(self) -> None:
         """Refuse to start where Redis writes to a disk, or does not tell; later, look again and again."""
-        if self.ground.settings.broker.persistence != "forbidden":
+        if self.runtime.settings.broker.persistence != "forbidden":
             return
         if faults := await self.disks.faults():
             raise ConfigError(faults)
         self.disks.start()
-        self.ground.opened.callback(self.disks.close)
+        self.runtime.opened.callback(self.disks.close)
 
     def start(self) -> None:
         """Connect, watch, and be seen by the others from now on."""
-        opened = self.ground.opened
+        opened = self.runtime.opened
         for nodes in self._all_nodes:
             nodes.start()
         for part in (self.memory, self.depth, self.registry):
             part.start()
             opened.callback(part.close)
         opened.callback(self.tasks.close)
-        self.ground.do_every(REFRESH_S, lambda: self.ground.in_background(self._refresh()))
+        self.runtime.do_every(REFRESH_S, lambda: self.runtime.in_background(self._refresh()))
         if self.role != "batcher":  # gateways take tasks
-            fill = FillWatch(self.ground.settings.tasks.stored_bytes_max)
-            self.ground.do_every(LOOK_S, lambda: fill.look(self.depth.unread_task_bytes(), self.ground.clock()))
+            fill = FillWatch(self.runtime.settings.tasks.stored_bytes_max)
+            self.runtime.do_every(LOOK_S, lambda: fill.look(self.depth.unread_task_bytes(), self.runtime.clock()))
 
     async def wait_for_redis(self, is_connected: Callable[[], bool]) -> None:
         """Give Redis a moment, so that the first clients find it; then go on without it.
 
         Raises ConfigError if the fleet does not let this process in.
         """
-        give_up_at, registry = self.ground.clock() + START_TIMEOUT_S, self.registry
-        while not (is_connected() and registry.is_in) and self.ground.clock() < give_up_at:
+        give_up_at, registry = self.runtime.clock() + START_TIMEOUT_S, self.registry
+        while not (is_connected() and registry.is_in) and self.runtime.clock() < give_up_at:
             if registry.refusal:
                 raise ConfigError(registry.refusal)
             await asyncio.sleep(0.01)
@@ -178,7 +178,7 @@ class Meeting:
 
     def beat_status(self) -> str:
         """For heartbeats."""
-        return DRAINING if self.ground.draining else "ok"
+        return DRAINING if self.runtime.draining else "ok"
 
     def health(self, mode: Mode) -> Health:
         """Of the whole fleet."""
@@ -186,7 +186,7 @@ class Meeting:
         return fleet_health(
             self.registry.view,
             self.depth.unread(),
-            status=self.ground.status_with(found),
+            status=self.runtime.status_with(found),
             broker=mode,
             problem=found,
         )
@@ -203,13 +203,13 @@ class Meeting:
 
     def describe(self) -> tuple[OutcomeNumbers, RedisNumbers]:
         """What `/metrics` shows, whatever the role."""
-        ground, view, counted = self.ground, self.registry.view, self.counted
+        runtime, view, counted = self.runtime, self.registry.view, self.counted
         outcomes = OutcomeNumbers(
             requests=counted.outcomes,
             queue_wait_seconds=counted.waited,
-            request_seconds=ground.by_tier_name(ground.seconds.by_tier.__getitem__),
-            stage_seconds=ground.seconds.stages(),
-            waiting=ground.by_tier_name(self.depth.unread_of_tier),
+            request_seconds=runtime.by_tier_name(runtime.seconds.by_tier.__getitem__),
+            stage_seconds=runtime.seconds.stages(),
+            waiting=runtime.by_tier_name(self.depth.unread_of_tier),
             dead_letters=self.dead_letters.buried,
             dead_letters_lost=self.dead_letters.failures,
             dead_letters_kept=self.desk.total(),
@@ -233,27 +233,27 @@ class Meeting:
 
     def make_results(self) -> RedisResults:
         """The way to results that are kept for requests that are the same."""
-        cache = self.ground.settings.cache
+        cache = self.runtime.settings.cache
         results = RedisResults(
             self.steps,
             bytes_max=cache.bytes_max,
             ttl_s=cache.ttl_s,
             is_memory_short=lambda: self.memory.is_short,
-            clock=self.ground.clock,
+            clock=self.runtime.clock,
         )
-        self.ground.opened.callback(results.close)
+        self.runtime.opened.callback(results.close)
         return results
 
-    def _make_nodes(self, patience_ms: int = 0) -> Nodes:
-        broker = self.ground.settings.broker
-        timeout_s = (broker.redis_timeout_ms + patience_ms) / 1000
+    def _make_nodes(self, delay_ms: int = 0) -> Nodes:
+        broker = self.runtime.settings.broker
+        timeout_s = (broker.redis_timeout_ms + delay_ms) / 1000
         nodes = Nodes(broker_address(broker), timeout_s=timeout_s, changed=lambda: call_all(self.when_nodes_change))
         self._all_nodes.append(nodes)
-        self.ground.opened.push_async_callback(nodes.close)  # after those who say goodbye over them
+        self.runtime.opened.push_async_callback(nodes.close)  # after those who say goodbye over them
         return nodes
 
     def _make_tasks(self) -> RedisTasks:
-        settings, broker = self.ground.settings, self.ground.settings.broker
+        settings, broker = self.runtime.settings, self.runtime.settings.broker
         shards = task_shards(settings)
         removals = TaskRemovals(self.steps)
         self.when_nodes_change.append(removals.nodes_changed)
@@ -274,8 +274,8 @@ class Meeting:
             are_webhooks_full=lambda: self.depth.webhooks()[1] >= settings.webhooks.bytes_max,
             result_ttl_ms=result_ttl_ms,
             count=self._count_outcome,
-            events=self.ground.events,
-            clock=self.ground.clock,
+            events=self.runtime.events,
+            clock=self.runtime.clock,
         )
         return RedisTasks(self.steps, self.name, intake, removals, result_ttl_ms, self._task_ended, self._queue_place)
 
@@ -292,15 +292,15 @@ class Meeting:
     def _task_ended(self, task: EndedTask, error: CarpoolError) -> None:
         """A task got its outcome in Redis."""
         self._count_outcome(error.code)
-        if self.ground.events.subscribers:
-            now = self.ground.clock()
+        if self.runtime.events.subscribers:
+            now = self.runtime.clock()
             request = ended_elsewhere(task.id, task.owner, task.tier, task.model, now - task.age_ms / 1000, now, error)
-            self.ground.events.settled(request, error)
+            self.runtime.events.settled(request, error)
 
     def _heard(self, view: FleetView) -> None:
         """What one batcher has found out about an owner, all act upon."""
-        found = [(name, owner) for name in self.ground.models for owner in view.offenders(name)]
-        self.ground.offenders.told(found, self.ground.clock())
+        found = [(name, owner) for name in self.runtime.models for owner in view.quarantined(name)]
+        self.runtime.quarantined.told(found, self.runtime.clock())
         for listener in self.when_heard:
             listener(view)
 
@@ -346,7 +346,7 @@ def line_offsets_ms(settings: Settings) -> dict[bytes, int]:
         offsets[line_name(tier, is_task=False, is_over=True)] = target
         if settings.shedding.mode == "predicted":
             offsets[line_name(tier, is_task=False, is_late=True)] = target + round(queue_timeout_s(settings) * 1000)
-        offsets[line_name(tier, is_task=True)] = target + round(settings.tasks.patience_ms)
+        offsets[line_name(tier, is_task=True)] = target + round(settings.tasks.delay_ms)
     return offsets
 
 

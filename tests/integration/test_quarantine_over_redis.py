@@ -32,7 +32,7 @@ async def test_all_batchers_know_an_offender_and_others_are_answered(tmp_path: P
 
         async def is_known_everywhere() -> bool:
             shown = [await place.process.fleet() for place in (gateway, *batchers)]
-            return all(model["offenders"] == [BAD] for model in shown)
+            return all(model["quarantined"] == [BAD] for model in shown)
 
         # Its score falls with time: keep it an offender while we look.
         async with AddressedClients(gateway.process.port, checker) as clients:

@@ -1,19 +1,19 @@
 """Owners whose inputs keep being refused: they ride with one another only, until their inputs pass again. Pure.
 
 1. Every refused input adds one to its owner's score, up to SCORE_MAX; every one that passes takes a small part away,
-   and so does time. From OFFENDS_FROM on the owner is set apart, below RETURNS_BELOW it is not any more. So at high
-   rates one bad input in some forty sets an owner apart, at low rates three within a few seconds.
+   and so does time. From QUARANTINED_FROM on the owner is quarantined, below RETURNS_BELOW it is not any more. So at
+   high rates one bad input in some forty quarantines an owner, at low rates three within a few seconds.
 2. What others have found (other batchers of a fleet) is believed for as long as they repeat it.
 3. Memory is bounded: the longest unheard of are forgotten first.
 4. Where most batches are refused, searches take too long to find single inputs. If one owner is the reason, it is in
-   every call that was refused and in none that was answered; who alone is left by that is set apart (`CommonOwner`).
+   every call that was refused and in none that was answered; who alone is left by that is quarantined (`CommonOwner`).
 """
 
 from collections.abc import Iterable, Set
 from typing import NamedTuple
 
 SCORE_MAX = 8.0
-OFFENDS_FROM = 3.0
+QUARANTINED_FROM = 3.0
 SUSPECT_FROM = 1.5
 RETURNS_BELOW = 1.0
 PASSED_LEAVES = 1 - 1 / 128
@@ -32,24 +32,24 @@ class Rider(NamedTuple):
     owner: str
 
 
-class Offenders:
-    """Who rides apart. `in` asks, and an empty one is false: then nobody need ask."""
+class Quarantine:
+    """Which owners are quarantined. `in` asks, and an empty one is false: then nobody need ask."""
 
-    __slots__ = ("_apart", "_scores", "_told", "riders", "set_apart")
+    __slots__ = ("_scores", "_set", "_told", "riders", "were_quarantined")
 
     def __init__(self) -> None:
         # Score, and when it was that; the longest untouched first.
         self._scores: dict[Rider, tuple[float, float]] = {}
         # By what was seen here; and until when by what others say.
-        self._apart: set[tuple[str, str]] = set()
+        self._set: set[tuple[str, str]] = set()
         self._told: dict[tuple[str, str], float] = {}
         # All of these, in one plain set: asking it whether it is empty, for each request, takes no call into Python.
         self.riders: set[tuple[str, str]] = set()
-        # For metrics: how often somebody was set apart.
-        self.set_apart = 0
+        # For metrics: how often an owner was quarantined.
+        self.were_quarantined = 0
 
     def __repr__(self) -> str:
-        return f"<Offenders apart={len(self._apart)} told={len(self._told)} tracked={len(self._scores)}>"
+        return f"<Quarantine now={len(self._set)} told={len(self._told)} tracked={len(self._scores)}>"
 
     def __bool__(self) -> bool:
         return bool(self.riders)
@@ -74,10 +74,10 @@ class Offenders:
         if len(self._scores) >= TRACKED_MAX:
             self._forget(next(iter(self._scores)))
         self._scores[rider] = (score, now)
-        if score >= OFFENDS_FROM and rider not in self._apart:
-            self._apart.add(rider)
+        if score >= QUARANTINED_FROM and rider not in self._set:
+            self._set.add(rider)
             self.riders.add(rider)
-            self.set_apart += 1
+            self.were_quarantined += 1
 
     def take_back(self, model: str, owner: str, now: float) -> None:
         """What was refused was none of this owner's fault."""
@@ -100,29 +100,29 @@ class Offenders:
         their inputs meanwhile.
         """
         for rider in list(self._scores):
-            if rider in waiting and rider in self._apart:
+            if rider in waiting and rider in self._set:
                 self._scores[rider] = (self._scores[rider][0], now)
             else:
                 self._look(rider, self._score(rider, now))
         self._told = {rider: until for rider, until in self._told.items() if until > now}
-        self.riders.intersection_update(self._apart | self._told.keys())
+        self.riders.intersection_update(self._set | self._told.keys())
 
     def told(self, riders: Iterable[tuple[str, str]], now: float) -> None:
-        """Others have set these apart."""
+        """Others have quarantined these."""
         for model, owner in riders:
             if len(self._told) < TRACKED_MAX or (model, owner) in self._told:
                 self._told[Rider(model, owner)] = now + TOLD_S
                 self.riders.add(Rider(model, owner))
 
     def seen_at(self, model: str) -> list[str]:
-        """The owners that ride apart at a model by what was seen here, the newest last: what others should know.
+        """The owners that are quarantined at a model by what was seen here, the newest last: what others should know.
 
         What was told is not told on: two that tell each other would never forget.
         """
-        return [rider.owner for rider in self._scores if rider.model == model and rider in self._apart]
+        return [rider.owner for rider in self._scores if rider.model == model and rider in self._set]
 
     def of_model(self, model: str) -> list[str]:
-        """The owners that ride apart at a model, by what was seen here or told."""
+        """The owners that are quarantined at a model, by what was seen here or told."""
         return sorted(owner for name, owner in self.riders if name == model)
 
     def _score(self, rider: Rider, now: float) -> float:
@@ -131,16 +131,16 @@ class Offenders:
 
     def _look(self, rider: Rider, score: float) -> None:
         if score < RETURNS_BELOW:
-            self._is_apart_no_more(rider)
+            self._release(rider)
         if score < RETURNS_BELOW / 8:
             self._forget(rider)
 
     def _forget(self, rider: Rider) -> None:
         del self._scores[rider]
-        self._is_apart_no_more(rider)
+        self._release(rider)
 
-    def _is_apart_no_more(self, rider: Rider) -> None:
-        self._apart.discard(rider)
+    def _release(self, rider: Rider) -> None:
+        self._set.discard(rider)
         if rider not in self._told:
             self.riders.discard(rider)
 

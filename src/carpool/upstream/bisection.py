@@ -19,7 +19,7 @@ from typing import NamedTuple
 BLIND_LEVEL_MAX = 3
 
 
-class Group(NamedTuple):
+class Slice(NamedTuple):
     """A half-open range of members, and how many halvings made it."""
 
     first: int
@@ -32,7 +32,7 @@ class Group(NamedTuple):
         return self.end - self.first
 
 
-class Search:
+class Bisection:
     """The state of one search over the members 0 … size - 1 of a batch."""
 
     __slots__ = (
@@ -46,14 +46,14 @@ class Search:
         "refused_alone",
     )
 
-    def __init__(self, suspects: list[Group], unknown: list[Group] | None = None, cut_at: int = 0) -> None:
+    def __init__(self, suspects: list[Slice], unknown: list[Slice] | None = None, cut_at: int = 0) -> None:
         self._suspects = suspects
         # Where to cut the whole, if something speaks for another place than its middle; 0 if nothing does.
         self._cut_at = cut_at
         # To be sent as they are.
         self._unknown = unknown or []
         # By a group that is being sent: what is a suspect if it is answered; None where nothing follows from that.
-        self._other_half: dict[Group, Group | None] = {}
+        self._other_half: dict[Slice, Slice | None] = {}
         self.any_answered = False
         # It said something that only a living endpoint says.
         self._is_alive = False
@@ -75,12 +75,12 @@ class Search:
         """Nothing is left to send, and nothing is under way."""
         return not (self._suspects or self._unknown or self._other_half)
 
-    def peek(self, *, is_alive: bool) -> Group | None:
+    def peek(self, *, is_alive: bool) -> Slice | None:
         """The group of which something is sent next; None if nothing can be sent now."""
         waiting = [group for group in (*self._unknown, *self._suspects) if self._may_send(group, is_alive)]
         return max(waiting, key=lambda group: group.size, default=None)
 
-    def take_next(self, *, is_alive: bool, singly: bool) -> Group | None:
+    def take_next(self, *, is_alive: bool, singly: bool) -> Slice | None:
         """What to send next; None if nothing can be sent now. Its fate is told by `answered`, `refused` or `left`."""
         group = self.peek(is_alive=is_alive)
         if group is None:
@@ -88,7 +88,7 @@ class Search:
         is_suspect = group in self._suspects
         (self._suspects if is_suspect else self._unknown).remove(group)
         if group.size > 1 and singly and (is_alive or self.any_answered):
-            singles = [Group(index, index + 1, group.level + 1) for index in range(group.first, group.end)]
+            singles = [Slice(index, index + 1, group.level + 1) for index in range(group.first, group.end)]
             self._unknown += singles[1:]
             group = singles[0]
         elif group.size > 1 and is_suspect:
@@ -100,7 +100,7 @@ class Search:
         self._other_half[group] = None
         return group
 
-    def answered(self, group: Group) -> None:
+    def answered(self, group: Slice) -> None:
         """Every member of the group has its output."""
         self.any_answered = True
         self.answered_members += group.size
@@ -108,7 +108,7 @@ class Search:
         if other is not None:
             self._suspects.append(other)
 
-    def refused(self, group: Group, *, clears: bool) -> Group | None:
+    def refused(self, group: Slice, *, clears: bool) -> Slice | None:
         """The group was refused: it has a bad input. Returns those whom that clears, if it may."""
         other = self._other_half.pop(group)
         if group.size > 1:
@@ -120,13 +120,13 @@ class Search:
         self._unknown.append(other)
         return None
 
-    def too_large(self, group: Group) -> None:
+    def too_large(self, group: Slice) -> None:
         """The group was refused for its size, which says nothing of its members, but that the endpoint is alive."""
         self._is_alive = True
         other = self._other_half.pop(group)
         self._unknown += [*halves(group), *([other] if other else [])]
 
-    def left(self, group: Group) -> None:
+    def left(self, group: Slice) -> None:
         """Nobody of the group waits any more, or it has an outcome of its own: nothing follows for the others."""
         other = self._other_half.pop(group, None)
         if other is not None:
@@ -135,7 +135,7 @@ class Search:
     def ask_again(self, index: int) -> None:
         """Send a member alone once more, though it was refused alone."""
         self.refused_alone.remove(index)
-        self._unknown.append(Group(index, index + 1))
+        self._unknown.append(Slice(index, index + 1))
 
     def waiting(self) -> list[int]:
         """Members of whom nothing is known, and who are in no call now."""
@@ -153,20 +153,20 @@ class Search:
         self._other_half = dict.fromkeys(self._other_half)
         return waiting
 
-    def _cut(self, group: Group) -> tuple[Group, Group]:
+    def _cut(self, group: Slice) -> tuple[Slice, Slice]:
         at, self._cut_at = self._cut_at, 0
         if group.level == 0 and group.first < at < group.end:
-            return Group(group.first, at, 1), Group(at, group.end, 1)
+            return Slice(group.first, at, 1), Slice(at, group.end, 1)
         return halves(group)
 
-    def _may_send(self, group: Group, is_alive: bool) -> bool:
+    def _may_send(self, group: Slice, is_alive: bool) -> bool:
         is_blind = not (is_alive or self.any_answered or self._is_alive)
         # A suspect is cut first, which adds a level.
         cut = 1 if group in self._suspects and group.size > 1 else 0
         return not is_blind or group.level + cut <= BLIND_LEVEL_MAX
 
 
-def halves(group: Group) -> tuple[Group, Group]:
+def halves(group: Slice) -> tuple[Slice, Slice]:
     """Two groups of one of more than one member."""
     middle = (group.first + group.end) // 2
-    return Group(group.first, middle, group.level + 1), Group(middle, group.end, group.level + 1)
+    return Slice(group.first, middle, group.level + 1), Slice(middle, group.end, group.level + 1)

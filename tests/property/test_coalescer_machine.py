@@ -17,13 +17,13 @@ from carpool.core.errors import (
     QueueFull,
     UpstreamFailed,
 )
-from carpool.core.ports import NO_WISHES, Wishes
+from carpool.core.ports import NO_OPTIONS, RequestOptions
 from carpool.core.request import DONE, RUNNING, Request
 from carpool.testing import make_output
-from support.shared_seats import FarAway, SharedDoor
+from support.shared_requests import CoalescerStand, FarAway
 
 VALUES = st.sampled_from([b'"a"', b'"b"'])
-WISHES = st.sampled_from([NO_WISHES] * 6 + [Wishes(no_store=True), Wishes(no_cache=True)])
+WISHES = st.sampled_from([NO_OPTIONS] * 6 + [RequestOptions(no_store=True), RequestOptions(no_cache=True)])
 ERRORS = st.sampled_from([UpstreamFailed, InputRefused, QueueFull, Draining])
 
 
@@ -41,7 +41,7 @@ class SeatsMachine(RuleBasedStateMachine):
         self.patch.setattr(asked_twice, "TRIAL", trial)  # with 1 there is a rest after each result that is kept
         self.far = FarAway() if is_far else None
         self.scope = scope
-        self.door = SharedDoor(far=self.far, scope=scope, strict_order=strict, waiting_max=12, ttl_s=6.0)
+        self.door = CoalescerStand(far=self.far, scope=scope, strict_order=strict, waiting_max=12, ttl_s=6.0)
         # Request, its value, its deadline, its owner.
         self.all: list[tuple[Request, bytes, float, str]] = []
         self.refused = 0
@@ -53,17 +53,24 @@ class SeatsMachine(RuleBasedStateMachine):
         value=VALUES,
         tier=st.integers(0, 2),
         owner=st.sampled_from("xy"),
-        wishes=WISHES,
+        options=WISHES,
         timeout_s=st.sampled_from([0.05, 1.0, 4.0]),
         is_closed=st.sampled_from([False] * 5 + [True]),
     )
-    def ask(self, value: bytes, tier: int, owner: str, wishes: Wishes, timeout_s: float, is_closed: bool) -> Request:
+    def ask(
+        self, value: bytes, tier: int, owner: str, options: RequestOptions, timeout_s: float, is_closed: bool
+    ) -> Request:
         door = self.door
         door.refusal = QueueFull("closed") if is_closed else None
         text = b'"%b%b"' % (value[1:-1], owner.encode()) if self.scope == "owner" else value
         before = door.broker.outcomes.total()
         request = door.ask(
-            value, tier=tier, owner=owner, wishes=wishes, total_timeout_s=timeout_s, queue_timeout_s=min(2.0, timeout_s)
+            value,
+            tier=tier,
+            owner=owner,
+            options=options,
+            total_timeout_s=timeout_s,
+            queue_timeout_s=min(2.0, timeout_s),
         )
         door.refusal = None
         if request.phase == DONE and door.broker.outcomes.total() == before:
@@ -75,11 +82,11 @@ class SeatsMachine(RuleBasedStateMachine):
     def leave(self, request: Request) -> None:
         if self.door.witness.outcome(request) is None:
             self.left.add(request.id)
-        self.door.seats.cancel(request)
+        self.door.coalescer.cancel(request)
 
     @rule(owner=st.sampled_from("xy"))
     def is_found_out_or_forgiven(self, owner: str) -> None:
-        self.door.offenders ^= {("m", owner)}
+        self.door.quarantined ^= {("m", owner)}
 
     @rule(seconds=st.sampled_from([0.01, 0.06, 0.5, 2.1]))
     def pass_time(self, seconds: float) -> None:
@@ -134,7 +141,7 @@ class SeatsMachine(RuleBasedStateMachine):
             outcome: Any = self.door.outcome(request)  # asserts that there is one at most
             assert outcome is None or isinstance(outcome, CarpoolError) or outcome == text
             assert isinstance(outcome, ClientLeft) == (request.id in self.left)
-        assert 0 <= self.door.seats.held <= 13 + len(self.far.asked if self.far else ())
+        assert 0 <= self.door.coalescer.held <= 13 + len(self.far.asked if self.far else ())
         assert self.door.counts().total() == len(self.door.witness.told) - self.refused
 
     def teardown(self) -> None:
@@ -152,8 +159,14 @@ class SeatsMachine(RuleBasedStateMachine):
             assert outcome is not None
             if isinstance(outcome, DeadlineExceeded):
                 assert request.id not in self.left
-        seats, broker = door.seats, door.broker
-        assert (seats.held, seats.held_bytes, seats.queued, broker.held, broker.held_bytes) == (0, 0, 0, 0, 0)
+        coalescer, broker = door.coalescer, door.broker
+        assert (coalescer.held, coalescer.held_bytes, coalescer.queued, broker.held, broker.held_bytes) == (
+            0,
+            0,
+            0,
+            0,
+            0,
+        )
         self.each_has_at_most_one_outcome_and_the_right_one()
 
 

@@ -2,7 +2,7 @@
 
 from msgspec import UNSET, UnsetType
 
-from carpool.core.story import BatchShown, RequestState, Wait, make_batch, parts_of
+from carpool.core.timeline import BatchShown, RequestState, Wait, make_batch, parts_of
 from carpool.tracking.records import RequestRecord
 
 

@@ -19,8 +19,8 @@ from collections.abc import Iterable
 from heapq import heapify, heappop, heappush, heapreplace
 from math import inf
 
-from carpool.broker.standing import COST_BYTES, WaitingCount
-from carpool.broker.taking import Taking
+from carpool.broker.batch_builder import BatchBuilder
+from carpool.broker.queue_stats import COST_BYTES, WaitingCount
 from carpool.core.request import DONE, QUEUED, RUNNING, Request
 
 # What may be kept of those who are gone, beside as many as wait.
@@ -61,7 +61,7 @@ class Backlog:
         self.more = requests or None
 
 
-class FairLine:
+class FairQueue:
     """Requests of one lane and one tier."""
 
     __slots__ = (
@@ -155,27 +155,27 @@ class FairLine:
             return other
         return other if other is not None and other.place < first.place else first
 
-    def move(self, taking: Taking, bound: float, standing: WaitingCount) -> tuple[int, int]:
+    def move(self, builder: BatchBuilder, bound: float, queue_stats: WaitingCount) -> tuple[int, int]:
         """Move requests into a batch while the line's place is not after `bound` and there is room.
 
         Returns how many, and their bytes.
         """
         number = size = 0
         if self.back:
-            number, size = self._move_back(taking, bound, standing)
-        if taking.room and taking.bytes_left >= 0:
-            if self.mixed and not self._fits(taking, bound):
+            number, size = self._move_back(builder, bound, queue_stats)
+        if builder.room and builder.bytes_left >= 0:
+            if self.mixed and not self._fits(builder, bound):
                 self._share()
             if self.is_shared:
-                more, more_bytes = self._move_shared(taking, bound, standing)
+                more, more_bytes = self._move_shared(builder, bound, queue_stats)
                 self._relax()
             elif self.mixed:
-                more, more_bytes = self._move_all(taking, standing)
+                more, more_bytes = self._move_all(builder, queue_stats)
             else:
-                more, more_bytes, dead = taking.move(self.plain, bound)
+                more, more_bytes, dead = builder.move(self.plain, bound)
                 self.dead -= dead
                 if more:
-                    standing.remove(self.sole or "", more, more_bytes)
+                    queue_stats.remove(self.sole or "", more, more_bytes)
             number, size = number + more, size + more_bytes
         return number, size
 
@@ -209,22 +209,22 @@ class FairLine:
             found += sorted(shared, key=lambda request: request.arrived)
         return [request for request in found if request.phase == QUEUED]
 
-    def _move_back(self, taking: Taking, bound: float, standing: WaitingCount) -> tuple[int, int]:
+    def _move_back(self, builder: BatchBuilder, bound: float, queue_stats: WaitingCount) -> tuple[int, int]:
         number = moved_bytes = 0
-        while taking.room and (request := self._first_of(self.back)) is not None:
-            if request.place > bound or not taking.accepts(request):
+        while builder.room and (request := self._first_of(self.back)) is not None:
+            if request.place > bound or not builder.accepts(request):
                 break
             self.back.popleft()
-            standing.remove(request.owner, 1, request.size)
+            queue_stats.remove(request.owner, 1, request.size)
             number += 1
             moved_bytes += request.size
         return number, moved_bytes
 
-    def _move_shared(self, taking: Taking, bound: float, standing: WaitingCount) -> tuple[int, int]:
+    def _move_shared(self, builder: BatchBuilder, bound: float, queue_stats: WaitingCount) -> tuple[int, int]:
         """One by one, each time of the owner with the smallest tag. In one piece, for it is the hot path."""
-        fresh, served, by_owner = self._fresh, self._served, standing.by_owner
-        batch, expired, now = taking.batch, taking.expired, taking.now
-        room, bytes_left = taking.room, taking.bytes_left
+        fresh, served, by_owner = self._fresh, self._served, queue_stats.by_owner
+        batch, expired, now = builder.batch, builder.expired, builder.now
+        room, bytes_left = builder.room, builder.bytes_left
         virtual, turns = self._virtual, self._turns
         number = moved_bytes = 0
         while room:
@@ -246,7 +246,7 @@ class FairLine:
             if request.deadline <= now:
                 expired.append(request)
                 cost = 0.0
-            elif size > bytes_left and (batch or size > taking.room_bytes):
+            elif size > bytes_left and (batch or size > builder.room_bytes):
                 bytes_left = -1.0
                 break
             else:
@@ -286,38 +286,38 @@ class FairLine:
                 self._virtual = virtual
                 self._has_nothing(backlog)
         self._virtual, self._turns = virtual, turns
-        taking.room, taking.bytes_left = room, bytes_left
+        builder.room, builder.bytes_left = room, bytes_left
         self._size -= number
-        standing.waiting -= number
-        standing.bytes -= moved_bytes
+        queue_stats.waiting -= number
+        queue_stats.bytes -= moved_bytes
         return number, moved_bytes
 
-    def _fits(self, taking: Taking, bound: float) -> bool:
+    def _fits(self, builder: BatchBuilder, bound: float) -> bool:
         """Whether all that waits, of whichever owners, goes into this batch: then there is nothing to share."""
-        if len(self.plain) + len(self.mixed) > taking.room:
+        if len(self.plain) + len(self.mixed) > builder.room:
             return False
         waiting = (*self.plain, *self.mixed)
-        return sum(request.size for request in waiting) <= taking.bytes_left and (
+        return sum(request.size for request in waiting) <= builder.bytes_left and (
             bound == inf or all(request.place <= bound for request in waiting)
         )
 
-    def _move_all(self, taking: Taking, standing: WaitingCount) -> tuple[int, int]:
+    def _move_all(self, builder: BatchBuilder, queue_stats: WaitingCount) -> tuple[int, int]:
         """Move all that waits, of several owners."""
-        batched, expired = len(taking.batch), len(taking.expired)
+        batched, expired = len(builder.batch), len(builder.expired)
         number = moved_bytes = 0
         for queue in (self.plain, self.mixed):
-            more, more_bytes, dead = taking.move(queue, inf)
+            more, more_bytes, dead = builder.move(queue, inf)
             number, moved_bytes = number + more, moved_bytes + more_bytes
             self.dead -= dead
-        by_owner = standing.by_owner
-        for request in (*taking.batch[batched:], *taking.expired[expired:]):
+        by_owner = queue_stats.by_owner
+        for request in (*builder.batch[batched:], *builder.expired[expired:]):
             left = by_owner[request.owner] - 1
             if left:
                 by_owner[request.owner] = left
             else:
                 del by_owner[request.owner]
-        standing.waiting -= number
-        standing.bytes -= moved_bytes
+        queue_stats.waiting -= number
+        queue_stats.bytes -= moved_bytes
         return number, moved_bytes
 
     def _share(self) -> None:

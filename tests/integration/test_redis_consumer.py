@@ -11,8 +11,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from carpool.broker.redis.batcher import feed as feed_module
-from carpool.broker.redis.batcher.feed import LOOKS_A_LEASE
+from carpool.broker.redis.batcher import consumer as consumer_module
+from carpool.broker.redis.batcher.consumer import LOOKS_A_LEASE
 from carpool.broker.redis.batcher.leases import Leases
 from carpool.broker.redis.batcher.replies import UNCONFIRMED_MAX
 from carpool.broker.redis.batcher.shards import HEADS_KNOWN_MAX
@@ -21,8 +21,8 @@ from carpool.broker.redis.dead_letters.box import RedisDeadLetterBox
 from carpool.broker.redis.formats import ENTRY_FORMAT, Header, encode_header, encode_record
 from carpool.broker.redis.gateway.tasks import RedisTasks
 from carpool.broker.redis.keys import GROUP
-from carpool.broker.redis.steps import Steps
-from carpool.broker.redis.terms import Taken
+from carpool.broker.redis.redis_ops import RedisOps
+from carpool.broker.redis.types import Taken
 from carpool.core.clock import monotonic
 from carpool.core.errors import (
     CarpoolError,
@@ -59,9 +59,9 @@ async def own_halves(tmp_path: Path) -> AsyncIterator[Halves]:
 
 
 @pytest.fixture
-def only_bells(monkeypatch: pytest.MonkeyPatch) -> None:
+def only_wakeups(monkeypatch: pytest.MonkeyPatch) -> None:
     """A shard without entries is not asked again by itself; with a long lease, nor are all of them looked at."""
-    monkeypatch.setattr(feed_module, "ASK_AGAIN_S", 60.0)
+    monkeypatch.setattr(consumer_module, "ASK_AGAIN_S", 60.0)
 
 
 def task_names(number: int) -> list[str]:
@@ -70,7 +70,7 @@ def task_names(number: int) -> list[str]:
 
 async def submit_tasks(halves: Halves, batcher: Batcher, names: list[str], value: bytes = b'"x"') -> RedisTasks:
     """Tasks that are accepted, over a batcher's connections."""
-    tasks = task_board(Steps(batcher.nodes, halves.keys), b"g1", line_offsets_ms=LINE_OFFSETS_MS)
+    tasks = task_board(RedisOps(batcher.nodes, halves.keys), b"g1", line_offsets_ms=LINE_OFFSETS_MS)
     gateway = await halves.gateway()
     for name in names:
         request = gateway.request(name, is_task=True, total_timeout_s=600.0, value=value)
@@ -89,15 +89,15 @@ async def look(tasks: RedisTasks, task_id: str) -> str:
 class TestOrder:
     async def next_ids(self, batcher: Batcher) -> list[str]:
         """What a slot that frees gets."""
-        before = batcher.feed.taken
+        before = batcher.consumer.taken
         batcher.model.free = 1
-        batcher.feed.ring()
-        await until(lambda: batcher.feed.taken > before)
+        batcher.consumer.notify()
+        await until(lambda: batcher.consumer.taken > before)
         await until(lambda: batcher.broker.depth > 0)
         batcher.model.free = 0
         return [request.id for request in batcher.start_batch()]
 
-    @pytest.mark.usefixtures("only_bells")
+    @pytest.mark.usefixtures("only_wakeups")
     async def test_a_second_stream_is_seen_at_once(self, halves: Halves) -> None:
         """A batcher that knew of one stream went on reading it, and after it slept while the other one waited."""
         gateway = await halves.gateway()
@@ -108,7 +108,7 @@ class TestOrder:
         gateway.submit(*(f"free-{number}" for number in range(2, 8)), tier=FREE)
         gateway.submit(*(f"paying-{number}" for number in range(4)), tier=ENTERPRISE)
         await halves.until_entries(12)
-        await until(lambda: batcher.nodes.bells == 3)  # one for each stream that was empty
+        await until(lambda: batcher.nodes.wakeups == 3)  # one for each stream that was empty
         order += [await self.next_ids(batcher) for _ in range(5)]
         assert order == [
             ["free-0", "free-1"],
@@ -119,7 +119,7 @@ class TestOrder:
             ["free-6", "free-7"],
         ]
 
-    @pytest.mark.usefixtures("only_bells")
+    @pytest.mark.usefixtures("only_wakeups")
     async def test_streams_that_take_turns(self, halves: Halves) -> None:
         """What was taken last says nothing about which stream is the next."""
         gateway = await halves.gateway()
@@ -129,10 +129,10 @@ class TestOrder:
             gateway.submit(name, parameters=b'{"t":1}' if name.startswith("special") else b"")
             await gateway.nodes.ask(0, b"PING")
             await asyncio.sleep(0.002)  # the next one is younger, also in milliseconds
-        await until(lambda: batcher.nodes.bells == 2)
+        await until(lambda: batcher.nodes.wakeups == 2)
         assert [await self.next_ids(batcher) for _ in names] == [[name] for name in names]
 
-    @pytest.mark.usefixtures("only_bells")
+    @pytest.mark.usefixtures("only_wakeups")
     async def test_a_stream_of_which_no_bell_was_heard(self, halves: Halves) -> None:
         """The one that was known gave nothing: that was taken for the whole shard."""
         gateway, batcher = await halves.gateway(), await halves.batcher(started=False)
@@ -140,24 +140,24 @@ class TestOrder:
             gateway.submit(f"r{number}", tier=tier)
             await halves.until_entries(number)
             await gateway.nodes.ask(0, b"PING")
-            batcher.feed.look_at_all()  # something is there; nobody says in which stream
+            batcher.consumer.look_at_all()  # something is there; nobody says in which stream
             await batcher.until_staged(number)
 
     async def test_shards_share_a_batch(self, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
         """What one shard gives waits for company from those that are known to have more."""
-        monkeypatch.setattr(feed_module, "COMPANY_S_MAX", 60.0)  # as long as it takes to ask them all
+        monkeypatch.setattr(consumer_module, "COMPANY_S_MAX", 60.0)  # as long as it takes to ask them all
         async with open_halves(redis_server, shards=4) as halves:
             gateway, batcher = await halves.gateway(), await halves.batcher(free=0, largest=64)
             for turn in range(4):
                 gateway.submit(*(f"{turn}-{number}" for number in range(16)))
                 await halves.until_entries(16 * (turn + 1))
             assert len({entry.shard for entry in await halves.entries()}) == 4
-            await until(lambda: batcher.nodes.bells == 4)
+            await until(lambda: batcher.nodes.wakeups == 4)
             assert len(await self.next_ids(batcher)) == 64
 
 
-class TestBells:
-    @pytest.mark.usefixtures("only_bells")
+class TestWakeups:
+    @pytest.mark.usefixtures("only_wakeups")
     @pytest.mark.parametrize(
         ("script", "gone"), [("level", 0), ("level", 1), ("take", 2)], ids=["look", "read", "take"]
     )
@@ -169,35 +169,35 @@ class TestBells:
         other = await halves.batcher(b"quicker", started=False)
         for tier in range(gone):  # each in a stream of its own: with two, the order must be found out
             gateway.submit(f"gone-{tier}", tier=tier)
-        await until(lambda: batcher.nodes.bells == gone)
-        other.feed.ring()
+        await until(lambda: batcher.nodes.wakeups == gone)
+        other.consumer.notify()
         await other.until_staged(gone)
-        other.feed.drain()
+        other.consumer.drain()
         batcher.nodes.keep_replies(script)
         batcher.model.free = 1
         if not gone:
-            batcher.feed.look_at_all()
-        batcher.feed.ring()
+            batcher.consumer.look_at_all()
+        batcher.consumer.notify()
         await until(lambda: batcher.nodes.kept == 1)
         gateway.submit("r")
-        await until(lambda: batcher.nodes.bells == gone + 1)
+        await until(lambda: batcher.nodes.wakeups == gone + 1)
         batcher.nodes.let_replies_come()
         await batcher.until_staged(1)
 
-    @pytest.mark.usefixtures("only_bells")
+    @pytest.mark.usefixtures("only_wakeups")
     async def test_a_bell_causes_one_question(self, redis_server: RedisServer) -> None:
         """One that was heard while another shard was asked counted again after its own shard had answered."""
         async with open_halves(redis_server, shards=2) as halves:
             gateway, batcher = await halves.gateway(), await halves.batcher()
             await until_quiet(batcher)
             batcher.nodes.keep_replies()
-            already, before = batcher.feed.taken, questions(batcher)
+            already, before = batcher.consumer.taken, questions(batcher)
             gateway.submit("in one shard")
             await until(lambda: batcher.nodes.kept == 1)
             gateway.submit("in the other")
-            await until(lambda: batcher.feed.unread("m") == 2)
+            await until(lambda: batcher.consumer.unread("m") == 2)
             batcher.nodes.let_replies_come()
-            await until(lambda: batcher.feed.taken == already + 2)
+            await until(lambda: batcher.consumer.taken == already + 2)
             await until_quiet(batcher)
             assert batcher.nodes.runs["take"] == 0, "a bell says where to read"
             assert questions(batcher) - before == 2
@@ -210,28 +210,28 @@ class TestBells:
         lanes = 3 * HEADS_KNOWN_MAX
         for number in range(lanes):
             gateway.submit(f"r{number}", parameters=b'{"t":%d}' % number)
-        await until(lambda: batcher.nodes.bells == lanes)
-        assert batcher.feed.unread("m") == HEADS_KNOWN_MAX
+        await until(lambda: batcher.nodes.wakeups == lanes)
+        assert batcher.consumer.unread("m") == HEADS_KNOWN_MAX
         batcher.model.free = lanes
-        batcher.feed.ring()
+        batcher.consumer.notify()
         await batcher.until_staged(lanes)
 
-    @pytest.mark.usefixtures("only_bells")
+    @pytest.mark.usefixtures("only_wakeups")
     async def test_what_came_before_it_listened(self, own_halves: Halves) -> None:
         """Shards were asked when the subscription was sent, which may be before Redis has it."""
         gateway, batcher = await own_halves.gateway(), await own_halves.batcher()
         await until_quiet(batcher)
-        batcher.nodes.keep_bells()
+        batcher.nodes.keep_wakeups()
         await own_halves.cut("ssubscribe")
-        await until(lambda: batcher.nodes.kept_bells == 1)  # the subscription is made, but not heard of
+        await until(lambda: batcher.nodes.kept_wakeups == 1)  # the subscription is made, but not heard of
         await until_quiet(batcher)
         gateway.submit("r")
-        await until(lambda: batcher.nodes.kept_bells == 2)
-        assert batcher.feed.taken == 0
-        batcher.nodes.let_one_bell_come()
+        await until(lambda: batcher.nodes.kept_wakeups == 2)
+        assert batcher.consumer.taken == 0
+        batcher.nodes.let_one_wakeup_come()
         await batcher.until_staged(1)
 
-    @pytest.mark.usefixtures("only_bells")
+    @pytest.mark.usefixtures("only_wakeups")
     async def test_a_stream_that_was_deleted_comes_back(self, halves: Halves) -> None:
         """It was registered, so nobody made its group: it was never read again."""
         gateway, batcher = await halves.gateway(), await halves.batcher()
@@ -246,7 +246,7 @@ class TestBells:
         is_short = False
         bounds = letter_bounds(is_memory_short=lambda: is_short)
         batcher = await halves.batcher(started=False)
-        box = RedisDeadLetterBox(Steps(batcher.nodes, halves.keys), bounds=bounds)
+        box = RedisDeadLetterBox(RedisOps(batcher.nodes, halves.keys), bounds=bounds)
         for number in range(2 * len(halves.keys.shards)):
             request = make_request(f"r{number}", Witness(), now=monotonic())
             box.bury(request, InputRefused("no"), 1)
@@ -277,7 +277,7 @@ class TestBells:
 
         halves.sweeper(batcher).sweep_all()
         await until_seen(is_mended)
-        batcher.feed.ring()
+        batcher.consumer.notify()
         await batcher.until_staged(2)
 
 
@@ -329,12 +329,12 @@ class TestWithoutMemory:
         batcher.model.free = 0
         gateway.submit(*(f"r{number}" for number in range(20)))
         await own_halves.until_entries(20)
-        await until(lambda: batcher.feed.unread("m") > 0)
+        await until(lambda: batcher.consumer.unread("m") > 0)
         await own_halves.fill_memory()
         batcher.model.free = 100
-        batcher.feed.ring()
+        batcher.consumer.notify()
         await batcher.until_staged(20)
-        assert (batcher.feed.taken, batcher.feed.claimed) == (20, 0)
+        assert (batcher.consumer.taken, batcher.consumer.claimed) == (20, 0)
         assert batcher.nodes.runs["take"] == 0, "nothing was read by a plain command"
 
     async def test_outcomes_are_written(self, own_halves: Halves) -> None:
@@ -347,7 +347,7 @@ class TestWithoutMemory:
         await own_halves.until_entries(21)
         await own_halves.fill_memory()
         batcher.serve()
-        batcher.feed.start()
+        batcher.consumer.start()
         assert isinstance((await gateway.until_told(1))["r"], Output)
         await own_halves.until_entries(0)
         await batcher.until_confirmed()
@@ -362,7 +362,7 @@ class TestWithoutMemory:
         gateway.submit("r")
         await halves.until_entries(1)
         await asyncio.sleep(0.1)
-        assert batcher.feed.taken == 0
+        assert batcher.consumer.taken == 0
         batcher.replies.unconfirmed = 0
         await batcher.until_staged(1)
 
@@ -395,12 +395,12 @@ class TestStrangeEntries:
         await until_seen(lambda: is_length(halves, len(strange) + 2))
         batcher.model.free = 1
         with caplog.at_level(logging.CRITICAL, "carpool.broker"):
-            batcher.feed.look_at_all()
+            batcher.consumer.look_at_all()
             await batcher.until_staged(2)
             batcher.answer(batcher.start_batch())
             assert len(await gateway.until_told(2)) == 2
             await batcher.until_confirmed()
-        assert batcher.feed.unreadable == len(strange)
+        assert batcher.consumer.unreadable == len(strange)
         await until_seen(lambda: is_length(halves, 0))
         await until_seen(lambda: are_letters(halves, len(strange)))
 
@@ -415,12 +415,12 @@ class TestStrangeEntries:
         await halves.client.xadd(entry.shard.stream(entry.field), {header: b"new"})
         batcher.model.free = 1
         with caplog.at_level(logging.CRITICAL, "carpool.broker"):
-            batcher.feed.look_at_all()
+            batcher.consumer.look_at_all()
             await batcher.until_staged(1)
             batcher.answer(batcher.start_batch())
             assert len(await gateway.until_told(1)) == 1
             await batcher.until_confirmed()
-        assert batcher.feed.unreadable == 0
+        assert batcher.consumer.unreadable == 0
         (left,) = await halves.client.xpending_range(entry.shard.stream(entry.field), "batchers", "-", "+", 9)
         assert left["times_delivered"] == 0  # nobody died over it
 
@@ -430,29 +430,29 @@ class TestReadiness:
         self, halves: Halves, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         batcher = await halves.batcher(free=1, lease_ms=600)
-        assert batcher.feed.why_no_work() is None
-        monkeypatch.setattr(feed_module, "SILENT_S_MAX", 0.5)
+        assert batcher.consumer.why_no_work() is None
+        monkeypatch.setattr(consumer_module, "SILENT_S_MAX", 0.5)
         batcher.nodes.keep_replies()  # its question has no answer
-        batcher.feed.look_at_all()
-        await until(lambda: "has not been looked at" in (batcher.feed.why_no_work() or ""))
+        batcher.consumer.look_at_all()
+        await until(lambda: "has not been looked at" in (batcher.consumer.why_no_work() or ""))
         batcher.nodes.let_replies_come()
-        await until(lambda: batcher.feed.why_no_work() is None)
+        await until(lambda: batcher.consumer.why_no_work() is None)
 
     async def test_one_without_a_free_slot_is_well(self, halves: Halves, monkeypatch: pytest.MonkeyPatch) -> None:
         batcher = await halves.batcher(free=0, lease_ms=600)
-        monkeypatch.setattr(feed_module, "SILENT_S_MAX", 0.0)
+        monkeypatch.setattr(consumer_module, "SILENT_S_MAX", 0.0)
         await asyncio.sleep(0.3)  # nobody asks
-        assert batcher.feed.why_no_work() is None
+        assert batcher.consumer.why_no_work() is None
 
     async def test_one_whose_outcomes_are_not_taken_says_so(
         self, halves: Halves, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         batcher = await halves.batcher(free=1, lease_ms=600)
-        monkeypatch.setattr(feed_module, "UNCONFIRMED_MAX", 0)
+        monkeypatch.setattr(consumer_module, "UNCONFIRMED_MAX", 0)
         batcher.replies.unconfirmed += 1
-        assert "outcomes" in (batcher.feed.why_no_work() or "")
+        assert "outcomes" in (batcher.consumer.why_no_work() or "")
         batcher.replies.unconfirmed -= 1
-        assert batcher.feed.why_no_work() is None
+        assert batcher.consumer.why_no_work() is None
 
 
 async def is_length(halves: Halves, number: int) -> bool:
@@ -490,7 +490,7 @@ class TestOutcomes:
         other.submit("c")
         await halves.until_entries(3)
         batcher.model.free = 1
-        batcher.feed.ring()
+        batcher.consumer.notify()
         await batcher.until_staged(3)
         batch = batcher.start_batch()
         with caplog.at_level(logging.CRITICAL, "carpool.broker"):
@@ -509,8 +509,8 @@ class TestLeases:
         gateway.submit("r")
         await halves.stand_still(batcher, 1, deliveries=2)
         batch = batcher.start_batch()
-        batcher.feed.look_at_all()
-        await until(lambda: batcher.nodes.runs["claim"] > 0 and not batcher.feed.unanswered)
+        batcher.consumer.look_at_all()
+        await until(lambda: batcher.nodes.runs["claim"] > 0 and not batcher.consumer.unanswered)
         await batcher.nodes.ask(0, b"PING")
         (entry,) = await halves.entries()
         assert (entry.owner, entry.deliveries) == (b"b1", 2)  # nobody died over it: this one does not count
@@ -528,11 +528,11 @@ class TestLeases:
         gateway.submit(*(f"r{number}" for number in range(100)))
         await halves.orphan(100, deliveries=deaths)
         batcher = await halves.batcher(started=False, largest=64, free=4)
-        batcher.feed.look_at_all()
+        batcher.consumer.look_at_all()
         await batcher.until_staged(together)
         gateway.submit("fresh")
         await halves.until_entries(101)
-        batcher.feed.look_at_all()
+        batcher.consumer.look_at_all()
         await batcher.until_staged(together + 1)
         assert sorted(lane.waiting for lane in batcher.broker.lanes("m")) == sorted([1, together])
         waiting = [entry for entry in await halves.entries() if entry.owner == b"dead" or entry.idle_ms > NEVER_MS]
@@ -541,7 +541,7 @@ class TestLeases:
         batcher.answer(batcher.start_batch())
         await batcher.until_confirmed()
         while told < 101:  # the others come, as many at a time
-            batcher.feed.look_at_all()
+            batcher.consumer.look_at_all()
             await until(lambda: batcher.broker.depth > 0)
             batch = batcher.start_batch()
             assert len(batch) <= together
@@ -556,7 +556,7 @@ class TestLeases:
         gateway.submit(*(f"r{number}" for number in range(200)))
         await halves.orphan(200, deliveries=1)
         batcher = await halves.batcher(started=False, largest=64, free=4)
-        batcher.feed.look_at_all()
+        batcher.consumer.look_at_all()
         await batcher.until_staged(200)
 
     async def test_who_was_never_sent_does_not_wait_for_suspects(self, halves: Halves) -> None:
@@ -565,19 +565,19 @@ class TestLeases:
         batcher = await halves.batcher(started=False, free=4)
         gateway.submit("suspect")
         await halves.stand_still(leaving, 1, deliveries=3)
-        batcher.feed.look_at_all()
+        batcher.consumer.look_at_all()
         await batcher.until_staged(1)
         batcher.start_batch()  # and it runs on
         gateway.submit("innocent")
         await halves.until_entries(2)
-        leaving.feed.look_at_all()
-        await until(lambda: leaving.feed.taken == 2)
-        leaving.feed.drain()
+        leaving.consumer.look_at_all()
+        await until(lambda: leaving.consumer.taken == 2)
+        leaving.consumer.drain()
         for request in leaving.broker.waiting_requests():
             if request.id == "innocent":
                 leaving.broker.settle(request, Draining("it leaves"))
         await leaving.until_confirmed()
-        batcher.feed.look_at_all()
+        batcher.consumer.look_at_all()
         await batcher.until_staged(1)
         assert [request.id for request in batcher.broker.waiting_requests()] == ["innocent"]
 
@@ -586,7 +586,7 @@ class TestLeases:
         gateway.submit("a", "b", "c")
         await halves.orphan(3, deliveries=5)
         batcher = await halves.batcher(started=False)
-        batcher.feed.look_at_all()  # once; there is no timer
+        batcher.consumer.look_at_all()  # once; there is no timer
         for _ in range(3):
             await batcher.until_staged(1)
             batcher.answer(batcher.start_batch())
@@ -597,7 +597,7 @@ class TestLeases:
         gateway.submit("r")
         await halves.orphan(1, deliveries=6)
         batcher = await halves.batcher(started=False)
-        batcher.feed.look_at_all()
+        batcher.consumer.look_at_all()
         outcome = (await gateway.until_told(1))["r"]
         assert isinstance(outcome, UpstreamFailed) and "6 batchers" in outcome.detail
 
@@ -608,11 +608,11 @@ class TestLeases:
         await halves.stand_still(slow, 1, deliveries=6)
         batch = slow.start_batch()
         other = await halves.batcher(b"b2", started=False)
-        other.feed.look_at_all()
+        other.consumer.look_at_all()
         await gateway.until_told(1)
         await other.until_confirmed()
         slow.answer(batch)
-        await until(lambda: gateway.queue.parking.late_outcomes == 1)
+        await until(lambda: gateway.queue.pending.late_outcomes == 1)
         await slow.until_confirmed()
         assert isinstance(gateway.outcomes()["r"], UpstreamFailed)
         assert await halves.number_of_entries() == await halves.counted_entries() == 0
@@ -621,7 +621,7 @@ class TestLeases:
         """A model that had no slot twice in a row lost what was staged for the slot that it had in between."""
         clock = FakeClock(monotonic())
         gateway, batcher = await halves.gateway(), await halves.batcher(clock=clock)
-        feed, model = batcher.feed, batcher.model
+        consumer, model = batcher.consumer, batcher.model
         model.elsewhere = True
         tick_s = NEVER_MS / 1000 / LOOKS_A_LEASE
 
@@ -633,15 +633,15 @@ class TestLeases:
             model.free = 0
 
         await stage("old")
-        feed.look_at_all()  # the first time without a slot
+        consumer.look_at_all()  # the first time without a slot
         batcher.start_batch()
         clock.advance(tick_s * 0.9)
         await stage("new")
         clock.advance(tick_s * 0.1)
-        feed.look_at_all()
+        consumer.look_at_all()
         assert [request.id for request in batcher.broker.waiting_requests()] == ["new"]
         clock.advance(tick_s)
-        feed.look_at_all()
+        consumer.look_at_all()
         assert batcher.broker.depth == 0
         other = await halves.batcher(b"b2")
         await other.until_staged(1)
@@ -654,7 +654,7 @@ class TestLeases:
         await halves.until_entries(1)
         tasks = await submit_tasks(halves, batcher, names := task_names(3))
         batcher.model.refusal = QueueFull("many of your inputs were refused")
-        batcher.feed.look_at_all()
+        batcher.consumer.look_at_all()
         assert isinstance((await gateway.until_told(1))["r"], QueueFull)  # somebody waits on the line for this one
         await halves.until_entries(3)
         await until_quiet(batcher)
@@ -662,12 +662,12 @@ class TestLeases:
         left = await halves.entries()
         assert [(entry.owner, entry.deliveries) for entry in left] == [(b"b1", 0)] * 3  # nobody died over them
         assert max(entry.idle_ms for entry in left) < NEVER_MS
-        assert (batcher.broker.held, batcher.feed.claimed) == (0, 0)
+        assert (batcher.broker.held, batcher.consumer.claimed) == (0, 0)
 
         batcher.model.refusal = None
         for entry in left:
             await halves.let_lapse(entry, entry.deliveries)
-        batcher.feed.look_at_all()
+        batcher.consumer.look_at_all()
         await batcher.until_staged(3)
         batcher.answer(batcher.start_batch())
         await batcher.until_confirmed()
@@ -695,15 +695,15 @@ class TestOrphansInAllShards:
         await self.orphans(halves, await halves.gateway(), 1)
         for number in range(1, 17):
             batcher = await halves.batcher(b"b%d" % number, started=False, free=1, largest=1)
-            batcher.feed.look_at_all()
+            batcher.consumer.look_at_all()
             await batcher.until_staged(1)
-            await batcher.feed.finish_asking(PATIENCE_S)
-            assert batcher.feed.claimed == 1
+            await batcher.consumer.finish_asking(PATIENCE_S)
+            assert batcher.consumer.claimed == 1
 
     async def test_they_ride_together_in_one_slot(self, halves: Halves) -> None:
         await self.orphans(halves, await halves.gateway(), 3)
         batcher = await halves.batcher(started=False, free=1, largest=64)
-        batcher.feed.look_at_all()
+        batcher.consumer.look_at_all()
         await batcher.until_staged(48)
         assert [lane.waiting for lane in batcher.broker.lanes("m")] == [48]
 
@@ -711,9 +711,9 @@ class TestOrphansInAllShards:
         """Those that were asked last had more, and were asked first again, while others waited."""
         await self.orphans(halves, gateway := await halves.gateway(), 2)
         batcher = await halves.batcher(started=False, free=1, largest=1)
-        batcher.feed.look_at_all()
+        batcher.consumer.look_at_all()
         for _ in range(16):
-            batcher.feed.ring()
+            batcher.consumer.notify()
             await batcher.until_staged(1)
             batcher.answer(batcher.start_batch())
         told = await gateway.until_told(16)
@@ -732,12 +732,12 @@ class TestOrphansInAllShards:
         gateway, batcher = await halves.gateway(), await halves.batcher(started=False)
         for name in ("a", "b", "c", "d"):
             gateway.submit(name)
-            batcher.feed.look_at_all()
+            batcher.consumer.look_at_all()
             await batcher.until_staged(1)
             (entry,) = [entry for entry in await halves.entries() if entry.request_id == name]
             await halves.let_lapse(entry, deliveries=3)
             other = await halves.batcher(b"after-" + name.encode(), started=False)
-            other.feed.look_at_all()  # once; there is no timer
+            other.consumer.look_at_all()  # once; there is no timer
             await other.until_staged(1)
             other.answer(other.start_batch())
             await other.until_confirmed()
@@ -751,12 +751,12 @@ class TestOrphansInAllShards:
         batcher = await halves.batcher(started=False)
         with monkeypatch.context() as patch:
             patch.setattr(Leases, "open_ids", lambda *_: 1 / 0)
-            batcher.feed.look_at_all()
+            batcher.consumer.look_at_all()
             await until(lambda: batcher.nodes.runs["claim"] >= 16)
             await batcher.nodes.ask(0, b"PING")
         for entry in await halves.entries():
             await halves.let_lapse(entry, 1)
-        batcher.feed.look_at_all()
+        batcher.consumer.look_at_all()
         await batcher.until_staged(16)
 
 
@@ -769,7 +769,7 @@ class TestNoRoom:
         (entry,) = await halves.entries()
         stream = entry.shard.stream(entry.field)
         nodes = await halves.nodes(pending_bytes_max=100_000)
-        steps, brought = Steps(nodes, halves.keys), 0
+        steps, brought = RedisOps(nodes, halves.keys), 0
         for room in (*range(50, 1500, 50), 90_000):
             answers: list[Taken | RedisFailure] = []
             nodes.send(0, ignore, b"ECHO", b"x" * (99_970 - room))
@@ -809,9 +809,9 @@ class TestWhoLeaves:
         batcher.nodes.keep_replies("level")
         leaves, _ = gateway.submit("leaves", "stays")
         await until(lambda: batcher.nodes.kept == 1)
-        heard = batcher.nodes.bells
+        heard = batcher.nodes.wakeups
         gateway.queue.cancel(leaves)
-        await until(lambda: batcher.nodes.bells == heard + 1)
+        await until(lambda: batcher.nodes.wakeups == heard + 1)
         batcher.nodes.let_replies_come()
         await batcher.until_staged(1)
         batcher.answer(batcher.start_batch())
@@ -830,16 +830,16 @@ class TestWhoLeaves:
         gateway.submit("r")
         await until(lambda: batcher.nodes.kept == 1)
         (entry,) = await halves.entries()
-        heard = batcher.nodes.bells
+        heard = batcher.nodes.wakeups
         if reason == "too many":
-            others = b" ".join(b"%b %d-1" % (entry.field, number) for number in range(feed_module.LEFT_EARLY_MAX))
-            await halves.client.spublish(entry.shard.bell, b"left b1 " + others)
+            others = b" ".join(b"%b %d-1" % (entry.field, number) for number in range(consumer_module.LEFT_EARLY_MAX))
+            await halves.client.spublish(entry.shard.wakeup, b"left b1 " + others)
             heard += 1
-        await halves.client.spublish(entry.shard.bell, b"left b1 %b %b" % (entry.field, entry.id))
-        await until(lambda: batcher.nodes.bells == heard + 1)
+        await halves.client.spublish(entry.shard.wakeup, b"left b1 %b %b" % (entry.field, entry.id))
+        await until(lambda: batcher.nodes.wakeups == heard + 1)
         if reason == "long ago":
-            clock.advance(feed_module.LEFT_EARLY_S)
-            batcher.feed.look_at_all()
+            clock.advance(consumer_module.LEFT_EARLY_S)
+            batcher.consumer.look_at_all()
         batcher.nodes.let_replies_come()
         await batcher.until_staged(1)
 
@@ -849,9 +849,9 @@ class TestWhoLeaves:
         gateway.submit("r")
         await batcher.until_staged(1)
         (entry,) = await halves.entries()
-        heard = batcher.nodes.bells
-        await halves.client.spublish(entry.shard.bell, b"left b2 %b %b" % (entry.field, entry.id))
-        await until(lambda: batcher.nodes.bells == heard + 1)
+        heard = batcher.nodes.wakeups
+        await halves.client.spublish(entry.shard.wakeup, b"left b2 %b %b" % (entry.field, entry.id))
+        await until(lambda: batcher.nodes.wakeups == heard + 1)
         assert batcher.broker.depth == 1
 
     async def test_a_suspect_makes_room_for_the_next(self, halves: Halves) -> None:
@@ -859,7 +859,7 @@ class TestWhoLeaves:
         requests = gateway.submit("a", "b")
         await halves.orphan(2, deliveries=5)
         batcher = await halves.batcher()
-        batcher.feed.look_at_all()  # once: the timer comes much later
+        batcher.consumer.look_at_all()  # once: the timer comes much later
         await batcher.until_staged(1)
         (first,) = batcher.start_batch()
         gateway.queue.cancel(next(request for request in requests if request.id == first.id))
@@ -900,7 +900,7 @@ class TestLanding:
 
     @pytest.fixture
     async def halves(self, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Halves]:
-        monkeypatch.setattr(feed_module, "COMPANY_S_MAX", 60.0)
+        monkeypatch.setattr(consumer_module, "COMPANY_S_MAX", 60.0)
         async with open_halves(redis_server, shards=2) as halves:
             yield halves
 
@@ -911,10 +911,10 @@ class TestLanding:
         requests = gateway.submit("a")
         await halves.until_entries(1)
         requests += gateway.submit("b")
-        await until(lambda: batcher.nodes.bells == 2)
+        await until(lambda: batcher.nodes.wakeups == 2)
         batcher.nodes.keep_replies("level")
         batcher.model.free = 1
-        batcher.feed.ring()
+        batcher.consumer.notify()
         await until(lambda: batcher.nodes.kept == 2)
         batcher.nodes.let_one_reply_come()
         assert (batcher.broker.held, batcher.broker.depth) == (1, 0)
@@ -924,7 +924,7 @@ class TestLanding:
         gateway, batcher = await halves.gateway(), await halves.batcher()
         for request in await self.land_one(halves, gateway, batcher):
             gateway.queue.cancel(request)
-        await until(lambda: batcher.broker.held == 0 and batcher.nodes.bells == 4)
+        await until(lambda: batcher.broker.held == 0 and batcher.nodes.wakeups == 4)
         batcher.nodes.let_replies_come()
         await until_quiet(batcher)
         await batcher.until_confirmed()
@@ -939,10 +939,10 @@ class TestLanding:
             stream = entry.shard.stream(entry.field)
             await halves.client.xack(stream, GROUP, entry.id)
             await halves.client.xdel(stream, entry.id)
-        await until(lambda: batcher.feed.leases_lost == 1)
+        await until(lambda: batcher.consumer.leases_lost == 1)
         assert batcher.broker.held == 0
         batcher.nodes.let_replies_come()
-        await until(lambda: batcher.feed.leases_lost == 2)
+        await until(lambda: batcher.consumer.leases_lost == 2)
         assert batcher.broker.depth == batcher.broker.held == 0
 
     async def test_one_that_it_claims_again(self, halves: Halves) -> None:
@@ -956,7 +956,7 @@ class TestLanding:
         await halves.let_lapse(entries["suspect"], deliveries=3)
         batcher = await halves.batcher(started=False, free=1)
         batcher.nodes.keep_replies("claim")
-        batcher.feed.start()
+        batcher.consumer.start()
         await until(lambda: batcher.nodes.kept == 1)
         await halves.let_lapse(msgspec.structs.replace(entries["a"], owner=b"b1"), deliveries=1)
         batcher.nodes.let_one_reply_come()
@@ -982,11 +982,11 @@ class TestLanding:
         await halves.client.xgroup_destroy(stream, GROUP)
         await halves.client.xgroup_create(stream, GROUP, "0")
         gateway.submit("c")  # into the same shard
-        await until(lambda: batcher.nodes.bells == 3)
+        await until(lambda: batcher.nodes.wakeups == 3)
         batcher.nodes.let_replies_come()
         await until(lambda: batcher.broker.held == 4)
         gateway.queue.cancel(leaver)
-        await until(lambda: batcher.nodes.bells == 4)
+        await until(lambda: batcher.nodes.wakeups == 4)
         batch = batcher.start_batch()
         assert sorted(request.id for request in batch) == ["b", "c"]
         batcher.answer(batch)
@@ -999,7 +999,7 @@ class TestLanding:
         """What is here is sent; what comes is for others."""
         gateway, batcher = await halves.gateway(), await halves.batcher()
         await self.land_one(halves, gateway, batcher)
-        batcher.feed.drain()
+        batcher.consumer.drain()
         assert batcher.broker.depth == 1
         batcher.nodes.let_replies_come()
         await batcher.until_confirmed()
@@ -1019,10 +1019,10 @@ class TestDrain:
         batcher.nodes.keep_replies()
         gateway.submit("r")
         await until(lambda: batcher.nodes.kept == 1)
-        batcher.feed.drain()
+        batcher.consumer.drain()
         asyncio.get_running_loop().call_later(0.02, batcher.nodes.let_replies_come)
-        await batcher.feed.finish_asking(PATIENCE_S)
-        assert not batcher.feed.unanswered
+        await batcher.consumer.finish_asking(PATIENCE_S)
+        assert not batcher.consumer.unanswered
         await batcher.until_confirmed()
         assert batcher.broker.depth == 0
         other = await halves.batcher(b"b2")
@@ -1037,9 +1037,9 @@ class TestDrain:
         await halves.stand_still(batcher, 1, deliveries=1)
         batch = batcher.start_batch()
         batcher.nodes.keep_replies("claim")
-        batcher.feed.look_at_all()
+        batcher.consumer.look_at_all()
         await until(lambda: batcher.nodes.kept == 1)
-        batcher.feed.drain()
+        batcher.consumer.drain()
         batcher.nodes.let_replies_come()
         await batcher.until_confirmed()
         await batcher.nodes.ask(0, b"PING")
@@ -1055,5 +1055,5 @@ def questions(batcher: Batcher) -> int:
 
 async def until_quiet(batcher: Batcher) -> None:
     """Until one with free slots knows of nothing to take, and asks nothing."""
-    feed = batcher.feed
-    await until(lambda: not feed.unanswered and not feed.turn.is_due and feed.unread("m") == 0)
+    consumer = batcher.consumer
+    await until(lambda: not consumer.unanswered and not consumer.turn.is_due and consumer.unread("m") == 0)

@@ -5,7 +5,7 @@ from collections import deque
 from carpool.core.request import DONE, RUNNING, Request
 
 
-class Taking:
+class BatchBuilder:
     """A batch while it is put together."""
 
     __slots__ = ("batch", "bytes_left", "expired", "now", "room", "room_bytes")

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from carpool.composition.tracing import start_tracing
 from carpool.core.clock import Clock, monotonic
 from carpool.core.events import Events
+from carpool.core.histograms import RequestSeconds
 from carpool.core.request import Request
 from carpool.core.snapshot import Numbers, Status
-from carpool.core.story import COMPANY_S_MAX
-from carpool.core.tally import RequestSeconds
+from carpool.core.timeline import COMPANY_S_MAX
 from carpool.core.timers import Every
 from carpool.settings import Settings, models_of
 from carpool.telemetry.tracer import Tracer
-from carpool.upstream.offenders import Offenders
+from carpool.upstream.quarantine import Quarantine
 
 if TYPE_CHECKING:
     import aiohttp
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 Value = TypeVar("Value")
 
 
-class Ground:
+class Runtime:
     """Settings, clock and events of a process; timers and background work that end with it."""
 
     def __init__(self, settings: Settings, clock: Clock = monotonic) -> None:
@@ -40,7 +40,7 @@ class Ground:
         # Finds one of the slow requests that somebody was shown, by its id.
         self.find_slow: Callable[[str], Request | None] = lambda request_id: None
         # Owners whose inputs keep being refused.
-        self.offenders = Offenders()
+        self.quarantined = Quarantine()
         self._session: aiohttp.ClientSession | None = None
         self.draining = False
         # Parts that make use of new settings: each gets them ready, which may fail, and returns what makes the change.

@@ -3,10 +3,10 @@
 1. Late binding across machines: a batcher asks for no more than its free slots can send now, in whole batches of one
    lane, and what is staged counts against that. Company for a staged batch is asked for in its lane alone.
 2. One question at a time: the next one is asked when the last is answered, so that the limit holds over all shards.
-   It goes to several shards at once if it takes several to fill the free slots; when it is quiet a bell says which
+   It goes to several shards at once if it takes several to fill the free slots; when it is quiet a wakeup says which
    one has something. What is taken for the last free slot waits a moment for company from shards that have more.
 3. Where more waits than can be taken, the shard whose best entry has the smallest virtual deadline goes first. What
-   exceeds its owner's share stands later inside its tier. With strict order, the lowest tier gets a trickle.
+   exceeds its owner's share stands later inside its tier. With strict order, the lowest tier gets its minimum share.
 4. An entry is leased. Leases are renewed while their requests are staged or running, and until their outcome is
    acknowledged; those that are not renewed (their batcher died, or never got to see them) are claimed by any batcher.
 5. An entry that was delivered before may be the one that kills batchers (suspects.py).
@@ -20,10 +20,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from carpool.broker.broker_ports import FedModel, SuspectLetters
 from carpool.broker.memory import MemoryBroker
+from carpool.broker.min_share import SYNCHRONOUS_SHARE, MinShare
 from carpool.broker.redis.batcher.entries import Unpacker
 from carpool.broker.redis.batcher.history import history_of
-from carpool.broker.redis.batcher.leases import NEW, NO_HEADER, Haul, Lease, Leases
+from carpool.broker.redis.batcher.leases import NEW, NO_HEADER, EntryLease, LeasedEntries, Leases
 from carpool.broker.redis.batcher.replies import UNCONFIRMED_MAX, ReplyWriter
 from carpool.broker.redis.batcher.shards import (
     Offers,
@@ -36,8 +38,8 @@ from carpool.broker.redis.batcher.shards import (
     offers_of,
     plan_by_place,
     plan_claims,
+    plan_min_share,
     plan_reads,
-    plan_trickle,
     shards_for_claims,
     synchronous_of_the_best,
 )
@@ -55,10 +57,8 @@ from carpool.broker.redis.client.link import Link, RedisFailure
 from carpool.broker.redis.client.node import Reader
 from carpool.broker.redis.dead_letters.bounds import LetterBounds
 from carpool.broker.redis.keys import Shard, lane_name, tier_of
-from carpool.broker.redis.steps import Done, Steps
-from carpool.broker.redis.terms import FINAL, NONE, OWN, Budget, Claim, Entry, Head, Stream, Taken
-from carpool.broker.sides import FedModel, SuspectLetters
-from carpool.broker.trickle import SYNCHRONOUS_SHARE, Trickle
+from carpool.broker.redis.redis_ops import Done, RedisOps
+from carpool.broker.redis.types import FINAL, NONE, OWN, Budget, Claim, Head, StreamEntries, StreamEntry, Taken
 from carpool.core.clock import Clock, monotonic
 from carpool.core.errors import GivenBack, UpstreamDown
 from carpool.core.kept import Kept
@@ -68,10 +68,10 @@ from carpool.core.timers import Every, OncePerTurn
 logger = logging.getLogger("carpool.broker")
 
 # In a lease's time: how often leases are renewed, and how often all shards are looked at: for leases that are over, and
-# for entries whose bell was lost.
+# for entries whose wakeup was lost.
 RENEWALS_A_LEASE = 3
 LOOKS_A_LEASE = 6
-# A shard that had nothing for us is asked again after this, or after a bell.
+# A shard that had nothing for us is asked again after this, or after a wakeup.
 ASK_AGAIN_S = 0.25
 # What was taken waits no longer than this for company from other shards.
 COMPANY_S_MAX = 0.005
@@ -94,12 +94,12 @@ UNREADABLE_BYTES_MAX = 1024 * 1024
 SILENT_S_MAX = 5.0
 
 
-class Feed:
+class Consumer:
     """Fills the local broker from Redis (broker.sides.BatcherSide)."""
 
     def __init__(
         self,
-        steps: Steps,
+        steps: RedisOps,
         consumer: bytes,
         broker: MemoryBroker,
         replies: ReplyWriter,
@@ -112,7 +112,7 @@ class Feed:
         late_ms: Mapping[bytes, int] | None = None,
         strict_order: bool = False,
         # With strict order: the share of what is taken that the lowest tier gets all the same.
-        trickle: float = 0.0,
+        min_share: float = 0.0,
         # What each tier adds to the time of a request for its place in the local order, in seconds.
         tier_target_s: Sequence[float],
         lease_ms: int = 1500,
@@ -134,10 +134,10 @@ class Feed:
             b"%b=%d" % (line, late) if (late := self._late_ms.get(line)) else line for line in line_offsets_ms
         ]
         self._line_offsets_ms = line_offsets_ms
-        self._trickle = Trickle(trickle) if trickle else None
+        self._min_share = MinShare(min_share) if min_share else None
         self._is_strict = strict_order
         # By model: what others have does not count, for they have slots of their own.
-        self._synchronous = {name: Trickle(SYNCHRONOUS_SHARE, debt_max=0.0) for name in self._models}
+        self._synchronous = {name: MinShare(SYNCHRONOUS_SHARE, debt_max=0.0) for name in self._models}
         self._lowest_tier = max(map(tier_of, line_offsets_ms), default=0)
         self._lease_ms = lease_ms
         self._renew_every_s = lease_ms / 1000 / RENEWALS_A_LEASE
@@ -147,7 +147,7 @@ class Feed:
         self._clock = clock
         self._loop = asyncio.get_running_loop()
         self._views = [ShardView(shard) for shard in steps.keys.shards]
-        self._view_of_bell = {view.shard.bell: view for view in self._views}
+        self._view_of_wakeup = {view.shard.wakeup: view for view in self._views}
         self._dead_letters = dead_letters
         self._complained_at = -COMPLAIN_EVERY_S
         self._unpacker = Unpacker(models, replies, dead_letters, tier_target_s, deliveries_max)
@@ -156,8 +156,8 @@ class Feed:
         self._lane_names: Kept[tuple[str, bytes], bytes] = Kept(LANE_NAMES_KEPT_MAX)
         self._leases = Leases(steps, consumer, self._renew_every_s, self._lost_lease, clock)
         # Taken, and not to be sent yet: other shards are known to have more for the same batch.
-        self._landed: list[Request] = []
-        self._landed_since = 0.0
+        self._staged: list[Request] = []
+        self._staged_since = 0.0
         # Answers that the question which is out still lacks; the last one asks the next question.
         self.unanswered = 0
         self.turn = OncePerTurn(self._run)
@@ -180,7 +180,7 @@ class Feed:
         self._next_shard = 0
         self._repeated = [Every(self._look_every_s, self.look_at_all), Every(self._renew_every_s, self._leases.renew)]
         self._landing: asyncio.TimerHandle | None = None
-        self._bells: list[Reader] = []
+        self._wakeups: list[Reader] = []
         # While true, nothing more is taken.
         self.draining = False
         # For metrics.
@@ -193,21 +193,21 @@ class Feed:
         return f"<Feed taken={self.taken} claimed={self.claimed} leases={len(self._leases)}>"
 
     def start(self) -> None:
-        """Listen to the bells and begin to take."""
-        # Where all shards are on one node, one hears all bells; while it is lost, they are asked at intervals.
+        """Listen to the wakeups and begin to take."""
+        # Where all shards are on one node, one hears all wakeups; while it is lost, they are asked at intervals.
         heard_together = [[view] for view in self._views] if self._nodes.is_cluster else [self._views]
         for views in heard_together:
             listen = partial(self._listen, views)
             slot = views[0].shard.slot
-            self._bells.append(self._nodes.reader(slot, connected=listen, received=self._bell))
+            self._wakeups.append(self._nodes.reader(slot, connected=listen, received=self._wakeup))
         for every in self._repeated:
             every.start()
         self._sweeper.start()
-        self.ring()
+        self.notify()
 
-    def ring(self) -> None:
-        """Something changed (a slot is free, a bell rang): see at the end of this turn what can be taken."""
-        self.turn.ring()
+    def notify(self) -> None:
+        """Something changed (a slot is free, a wakeup came): see at the end of this turn what can be taken."""
+        self.turn.notify()
 
     def look_at_all(self) -> None:
         """Look at all shards: for leases that are over, and for entries whose bell was lost. A timer does it."""
@@ -218,7 +218,7 @@ class Feed:
         if self._left_early:
             self._left_early = {key: at for key, at in self._left_early.items() if now - at < LEFT_EARLY_S}
         self._release_what_is_stuck()
-        self.ring()
+        self.notify()
 
     def drain(self) -> None:
         """Take nothing more. What is staged is sent, what runs finishes."""
@@ -232,14 +232,14 @@ class Feed:
             await asyncio.sleep(0.002)
 
     def close(self) -> None:
-        """Stop all timers and bells."""
+        """Stop all timers and wakeups."""
         self.draining = True
         for every in self._repeated:
             every.stop()
         if self._landing is not None:
             self._landing.cancel()
-        for bell in self._bells:
-            bell.close()
+        for wakeup in self._wakeups:
+            wakeup.close()
         self._sweeper.close()
 
     def unread(self, model: str) -> int:
@@ -263,14 +263,14 @@ class Feed:
 
     def _listen(self, views: Sequence[ShardView], link: Link) -> None:
         for view in views:
-            link.send(b"SSUBSCRIBE", view.shard.bell)
+            link.send(b"SSUBSCRIBE", view.shard.wakeup)
 
-    def _bell(self, message: Any) -> None:
+    def _wakeup(self, message: Any) -> None:
         if not isinstance(message, list) or message[0] not in (b"ssubscribe", b"smessage"):
             return
-        view = self._view_of_bell[message[1]]
+        view = self._view_of_wakeup[message[1]]
         if message[0] == b"ssubscribe":
-            view.heads = None  # nobody heard the bells before the subscription
+            view.heads = None  # no wakeup was heard before the subscription
             view.barren_until = 0.0
         elif message[2].startswith(LEFT):
             self._clients_left(view, message[2])
@@ -279,7 +279,7 @@ class Feed:
             self._claim_later(view)
         elif (head := head_of(message[2])) is not None and head.model in self._models:
             view.heard(head)
-        self.ring()
+        self.notify()
 
     def _clients_left(self, view: ShardView, message: bytes) -> None:
         """Nobody waits any more for entries that were taken: they need not be sent, or not again."""
@@ -289,8 +289,8 @@ class Feed:
         for field, entry_id in zip(parts[::2], parts[1::2], strict=False):
             requests = self._leases.find(view.shard, field, entry_id)
             for request in requests:
-                if request in self._landed:
-                    self._landed.remove(request)
+                if request in self._staged:
+                    self._staged.remove(request)
                 self._broker.cancel(request)
             # Bells are on another connection, and may be quicker.
             if not requests and len(self._left_early) < LEFT_EARLY_MAX:
@@ -301,24 +301,25 @@ class Feed:
         stuck = {name for name, model in self._models.items() if model.free_slots() <= 0}
         long_ago = self._clock() - self._look_every_s
         for request in self._broker.waiting_requests() if stuck & self._stuck else ():
-            haul = request.held_by
-            # One that was sent, and is to be sent again in other company, or of an offender, waits for a slot here.
-            patience_s = STUCK_AGAIN_S if request.taken or request.is_apart else 0.0
+            leased = request.held_by
+            # One that was sent, and is to be sent again in other company, or of a quarantined owner, waits for a slot
+            # here.
+            patience_s = STUCK_AGAIN_S if request.taken or request.is_quarantined else 0.0
             since = long_ago - patience_s
-            if request.model in stuck & self._stuck and isinstance(haul, Haul) and haul.taken < since:
+            if request.model in stuck & self._stuck and isinstance(leased, LeasedEntries) and leased.taken < since:
                 self._give_back(request)
         self._stuck = {name for name in stuck if any(True for _ in self._broker.lanes(name))}
 
     def give_back_staged(self, model: str) -> None:
         """No endpoint of a model works any more: what is staged goes to other batchers, if one of them can serve it."""
-        for request in (*self._landed, *self._broker.waiting_requests()):
-            if request.model == model and isinstance(request.held_by, Haul):
+        for request in (*self._staged, *self._broker.waiting_requests()):
+            if request.model == model and isinstance(request.held_by, LeasedEntries):
                 self._give_back(request)
 
     def _give_back(self, request: Request) -> None:
         if self._models[request.model].may_go_elsewhere(request):
-            if request in self._landed:
-                self._landed.remove(request)
+            if request in self._staged:
+                self._staged.remove(request)
             self._broker.settle(request, GivenBack("another batcher serves it"))
 
     # Taking.
@@ -371,13 +372,13 @@ class Feed:
     def _plan_shares(self, offers: Offers, budgets: Sequence[Budget], is_tight: bool) -> Reads:
         """What is due whatever the order: to the lowest tier, or to synchronous requests before old tasks."""
         reads: Reads = {}
-        if self._trickle is not None and (due := self._trickle.due()):
-            reads = plan_trickle(offers, budgets, lambda line: tier_of(line) == self._lowest_tier, due)
+        if self._min_share is not None and (due := self._min_share.due()):
+            reads = plan_min_share(offers, budgets, lambda line: tier_of(line) == self._lowest_tier, due)
         for budget in budgets if is_tight else ():
             if not reads and (due := self._synchronous[budget.model].due()):
                 own = offers_of(offers, budget.model)
                 is_due = synchronous_of_the_best(own, is_strict=self._is_strict)
-                reads = {} if is_due is None else plan_trickle(own, budgets, is_due, due)
+                reads = {} if is_due is None else plan_min_share(own, budgets, is_due, due)
         return reads
 
     def _budgets(self) -> list[Budget]:
@@ -392,28 +393,28 @@ class Feed:
             # No more than fit into a batch, as far as their sizes are known: the others would come for nothing.
             fitting = model.largest_batch_bytes() / self._mean_bytes[name]
             largest = 1 if is_probing else max(int(min(model.largest_batch(), fitting)), 1)
-            rooms: dict[bytes, int] = {}
+            headroom: dict[bytes, int] = {}
             again: dict[bytes, int] = {}
-            for key, waiting in self._staged(name).items():
+            for key, waiting in self._staged_by_lane(name).items():
                 free -= -(-waiting // largest)
                 room = -waiting % largest
                 if not room:
                     continue
                 if AGAIN not in key:
                     lane = self._lane_name(name, key)
-                    rooms[lane] = room
+                    headroom[lane] = room
                     again[b"%b 1" % lane] = room  # for what others gave back
                 elif (found := again_of(key)) and company_of(found[1], self._deliveries_max) == COMPANY_MAX:
                     again[b"%b %d" % (self._lane_name(name, found[0]), found[1])] = room
-            if free > 0 or (free == 0 and (rooms or again)):
-                budgets.append(Budget(name, free, largest, rooms, again))
+            if free > 0 or (free == 0 and (headroom or again)):
+                budgets.append(Budget(name, free, largest, headroom, again))
         return budgets
 
-    def _staged(self, model: str) -> dict[bytes, int]:
+    def _staged_by_lane(self, model: str) -> dict[bytes, int]:
         """How many are here and not sent yet, by lane."""
-        # Offenders wait until there is time for them, and must not keep slots from others meanwhile.
-        staged = Counter({lane.key: lane.waiting for lane in self._broker.lanes(model) if not lane.is_apart})
-        for request in self._landed:
+        # Quarantined owners wait until there is time for them, and must not keep slots from others meanwhile.
+        staged = Counter({lane.key: lane.waiting for lane in self._broker.lanes(model) if not lane.is_quarantined})
+        for request in self._staged:
             if request.model == model:
                 staged[request.lane_key] += 1
         return staged
@@ -490,7 +491,7 @@ class Feed:
         if not self.unanswered:
             if not self._awaits_company():
                 self._land()
-            self.ring()
+            self.notify()
 
     def _digest(self, view: ShardView, taken: Taken | RedisFailure) -> None:
         """Learn from an answer, and stage what it brought. Whatever that is, the next question is asked."""
@@ -525,9 +526,9 @@ class Feed:
                 [(line, number) for its, line, number in read if its == model],
                 [line for its, line in waiting if its == model],
             )
-        if self._trickle is not None:
+        if self._min_share is not None:
             keep_share(
-                self._trickle,
+                self._min_share,
                 lambda line: tier_of(line) == self._lowest_tier,
                 [(line, number) for _, line, number in read],
                 [line for _, line in waiting],
@@ -536,8 +537,8 @@ class Feed:
     def _awaits_company(self) -> bool:
         """Whether the last free slots would get batches that are not full while other shards have more for them."""
         now = self._clock()
-        models = {request.model for request in self._landed}
-        if not models or self.draining or now - self._landed_since > COMPANY_S_MAX:
+        models = {request.model for request in self._staged}
+        if not models or self.draining or now - self._staged_since > COMPANY_S_MAX:
             return False
         budgets = [budget for budget in self._budgets() if budget.model in models]
         if len(budgets) < len(models) or any(budget.batches > 0 for budget in budgets):
@@ -551,22 +552,22 @@ class Feed:
         if self._landing is not None:
             self._landing.cancel()
             self._landing = None
-        landed, self._landed = self._landed, []
-        for request in landed:
+        staged, self._staged = self._staged, []
+        for request in staged:
             self._broker.enqueue(request)
 
-    def _release(self, shard: Shard, stream: Stream) -> None:
+    def _release(self, shard: Shard, stream: StreamEntries) -> None:
         """Let others have what came at the wrong time."""
-        haul = Haul(shard, stream.field, 0.0, 0.0, {})
+        leased = LeasedEntries(shard, stream.field, 0.0, 0.0, {})
         for index, entry in enumerate(stream.entries):
             history = NEW if stream.deliveries is None else history_of(stream.deliveries[index])
-            self._replies.release(Lease(haul, entry[0], NO_HEADER, history))
+            self._replies.release(EntryLease(leased, entry[0], NO_HEADER, history))
 
-    def _without_own(self, shard: Shard, streams: list[Stream]) -> list[Stream]:
+    def _without_own(self, shard: Shard, streams: list[StreamEntries]) -> list[StreamEntries]:
         """A batcher that stood still, or had no Redis, for longer than its leases claims its own entries: those are
         here already, and nobody died over them.
         """
-        kept: list[Stream] = []
+        kept: list[StreamEntries] = []
         for stream in streams:
             if stream.deliveries is None:  # read for the first time
                 kept.append(stream)
@@ -578,12 +579,12 @@ class Feed:
             kept += some_stream(stream.field, [pair for pair in pairs if pair[0][0] not in own])
         return kept
 
-    def _emptied(self, haul: Haul) -> None:
-        """All entries of a haul are done with: if they were suspects, the next ones may come."""
-        if self._suspects.have_left(haul):
+    def _emptied(self, leased: LeasedEntries) -> None:
+        """All entries that were taken together are done with: if they were suspects, the next ones may come."""
+        if self._suspects.have_left(leased):
             for view in self._lapsed:
                 self._claim_later(view)
-            self.ring()
+            self.notify()
 
     def _look_at(self, views: Sequence[ShardView], *, for_leases: bool = False) -> None:
         """Learn what is there."""
@@ -602,35 +603,35 @@ class Feed:
 
     # Staging.
 
-    def _stage(self, shard: Shard, stream: Stream, now_ms: int) -> str:
+    def _stage(self, shard: Shard, stream: StreamEntries, now_ms: int) -> str:
         """Put entries into the local broker; returns their model, "" if none of them came in."""
         now, field = self._clock(), stream.field
-        haul = Haul(shard, field, now, now, {})
-        self._leases.add(haul)
+        leased = LeasedEntries(shard, field, now, now, {})
+        self._leases.add(leased)
         for index, entry in enumerate(stream.entries):
             count = 1 if stream.deliveries is None else stream.deliveries[index]
             try:
-                self._stage_one(haul, entry, count, now, now_ms)
+                self._stage_one(leased, entry, count, now, now_ms)
             except Exception as fault:  # whatever it is, the others go on
-                self._set_aside(haul, entry, fault)
+                self._set_aside(leased, entry, fault)
         model = ""
-        if haul.open:
-            model = next(iter(haul.open.values())).model  # all of a stream have the same
-            mean = sum(request.size for request in haul.open.values()) / len(haul.open)
+        if leased.open:
+            model = next(iter(leased.open.values())).model  # all of a stream have the same
+            mean = sum(request.size for request in leased.open.values()) / len(leased.open)
             self._mean_bytes[model] += SIZE_WEIGHT * (max(mean, 1.0) - self._mean_bytes[model])
         if stream.deliveries is None:
-            self.taken += len(haul.open)
+            self.taken += len(leased.open)
         else:
-            self.claimed += len(haul.open)
+            self.claimed += len(leased.open)
         return model
 
-    def _stage_one(self, haul: Haul, entry: Entry, count: int, now: float, now_ms: int) -> None:
+    def _stage_one(self, leased: LeasedEntries, entry: StreamEntry, count: int, now: float, now_ms: int) -> None:
         entry_id, (head, value) = entry
-        if self._left_early.pop((haul.shard.number, haul.field, entry_id), None) is not None:
+        if self._left_early.pop((leased.shard.number, leased.field, entry_id), None) is not None:
             return  # it is deleted already
-        unpacked = self._unpacker.unpack(haul, entry_id, head, value, count, now, now_ms)
+        unpacked = self._unpacker.unpack(leased, entry_id, head, value, count, now, now_ms)
         if unpacked is None:  # for others: released, it would come back to us at once
-            self._steps.uncount(haul.shard, haul.field, self._consumer, entry_id, count - 1)
+            self._steps.uncount(leased.shard, leased.field, self._consumer, entry_id, count - 1)
             return
         request, fault = unpacked
         if fault is None:
@@ -641,22 +642,22 @@ class Feed:
                 fault = GivenBack("another batcher serves it")
             elif fault is not None and request.is_task:  # nobody waits on the line: it is for later, or for others
                 # Released, it would be claimed again at once, before those of dead batchers.
-                self._steps.uncount(haul.shard, haul.field, self._consumer, entry_id, count - 1)
+                self._steps.uncount(leased.shard, leased.field, self._consumer, entry_id, count - 1)
                 return
-        haul.open[entry_id] = request
-        lease: Lease = request.ticket
+        leased.open[entry_id] = request
+        lease: EntryLease = request.ticket
         if lease.history.deliveries > 1:
-            self._suspects.add(request.model, haul, lease.history.deliveries)
+            self._suspects.add(request.model, leased, lease.history.deliveries)
         self._broker.hold(request)
         if fault is None:
-            if not self._landed:
-                self._landed_since = now
+            if not self._staged:
+                self._staged_since = now
                 self._landing = self._loop.call_later(COMPANY_S_MAX, self._land)
-            self._landed.append(request)
+            self._staged.append(request)
         else:
             self._broker.settle(request, fault)
 
-    def _set_aside(self, haul: Haul, entry: Entry, fault: Exception) -> None:
+    def _set_aside(self, leased: LeasedEntries, entry: StreamEntry, fault: Exception) -> None:
         """An entry that cannot be read becomes a dead letter: nobody else could read it either."""
         self.unreadable += 1
         if self._clock() - self._complained_at >= COMPLAIN_EVERY_S:
@@ -666,20 +667,20 @@ class Feed:
         content = b" ".join(field for field in fields or () if isinstance(field, bytes))[:UNREADABLE_BYTES_MAX]
         if isinstance(entry_id, bytes) and entry_id:
             self._dead_letters.bury_unreadable(entry_id, "", content, "an entry of the queue that cannot be read")
-            haul.open.pop(entry_id, None)
-            self._replies.forget(Lease(haul, entry_id, NO_HEADER))
+            leased.open.pop(entry_id, None)
+            self._replies.forget(EntryLease(leased, entry_id, NO_HEADER))
 
     def _lost_lease(self, request: Request) -> None:
         """Another batcher has it: no need to send it from here."""
         self.leases_lost += 1
-        if request in self._landed:
-            self._landed.remove(request)
+        if request in self._staged:
+            self._staged.remove(request)
         if request.phase <= QUEUED:
             self._broker.withdraw(request)
 
 
 def head_of(message: bytes) -> Head | None:
-    """What a bell says: how many entries wait, the place of the first, the stream and its model."""
+    """What a wakeup says: how many entries wait, the place of the first, the stream and its model."""
     parts = message.split(b" ", 3)
     if len(parts) != 4 or not (parts[0].isdigit() and parts[1].isdigit()):
         return None
@@ -687,7 +688,7 @@ def head_of(message: bytes) -> Head | None:
 
 
 def keep_share(
-    share: Trickle, is_theirs: Callable[[bytes], bool], taken: Iterable[tuple[bytes, int]], waiting: Iterable[bytes]
+    share: MinShare, is_theirs: Callable[[bytes], bool], taken: Iterable[tuple[bytes, int]], waiting: Iterable[bytes]
 ) -> None:
     """Tell a share what was taken, by line, and who waits."""
     numbers = Counter[bool]()

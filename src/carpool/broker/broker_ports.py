@@ -24,7 +24,7 @@ class BatcherSide(Protocol):
         """Begin to take."""
         ...
 
-    def ring(self) -> None:
+    def notify(self) -> None:
         """A slot is free, or something else changed."""
         ...
 

@@ -88,8 +88,9 @@ def off_by(bounds: Sequence[float]) -> dict[str, Histogram]:
 class RequestSeconds:
     """Where the time of synchronous requests went that got an output from a batch: in all by tier, and by stage.
 
-    1. `receive`: from the first to the last read of a request. `admit`: until it is queued: credential, rate limit, the
-       door. Both take microseconds as a rule: they are samples, for measuring each would cost more than they do.
+    1. `receive`: from the first to the last read of a request. `admit`: until it is queued: credential, rate limit,
+       load shedding. Both take microseconds as a rule: they are samples, for measuring each would cost more than they
+       do.
     2. `queue`: from its arrival until it is taken into a batch; over Redis with the way there. `dispatch`: until the
        call begins that brings its output; earlier attempts, and searches, are in it. `upstream`: that call. `reply`:
        until it is settled; over Redis with the way back. These four are all of its time: they sum up to it exactly,

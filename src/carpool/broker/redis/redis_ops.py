@@ -26,12 +26,12 @@ from carpool.broker.redis.client.link import (
 from carpool.broker.redis.client.nodes import Nodes, Script
 from carpool.broker.redis.formats import FAILED, PENDING, SUCCESS
 from carpool.broker.redis.keys import GROUP, Keys, Shard, tier_of
-from carpool.broker.redis.terms import Budget, Claim, Head, QueueStream, Stream, Taken, View
+from carpool.broker.redis.types import Budget, Claim, Head, QueueStream, ShardSnapshot, StreamEntries, Taken
 from carpool.core.clock import monotonic
 from carpool.core.ports import RateAsk, RateTold
 from carpool.core.problem import code_of
-from carpool.core.story import RequestState
 from carpool.core.task import StoredTask
+from carpool.core.timeline import RequestState
 from carpool.core.webhook import DueWebhook, WebhookState, shown_url
 
 Found = TypeVar("Found")
@@ -62,7 +62,7 @@ class Queued(NamedTuple):
     lanes: int
 
 
-class Addition(NamedTuple):
+class StreamAddition(NamedTuple):
     """Entries for one stream; of each value its two parts."""
 
     stream: QueueStream
@@ -140,7 +140,7 @@ class LookedAt(NamedTuple):
     # It got its result just now, because its time was over.
     was_over: EndedTask | None
     # While it waits, if that was asked for: its model, and how many of its shard go before it; -1 if it was taken.
-    standing: tuple[str, int] | None = None
+    queue_stats: tuple[str, int] | None = None
 
 
 class Removed(NamedTuple):
@@ -162,7 +162,7 @@ class LetterHeads(NamedTuple):
     rows: list[tuple[int, bytes, int]]
 
 
-class Steps:
+class RedisOps:
     """The steps that gateways and batchers take in one deployment's Redis."""
 
     def __init__(self, nodes: Nodes, keys: Keys, now_ms: Callable[[], bytes] = lambda: b"") -> None:
@@ -177,7 +177,7 @@ class Steps:
 
     # Into the queue.
 
-    def add(self, shard: Shard, additions: Sequence[Addition], done: Callable[[Added], None]) -> None:
+    def add(self, shard: Shard, additions: Sequence[StreamAddition], done: Callable[[Added], None]) -> None:
         """Queue where no bound is near: Redis adds entries by plain commands in half the time that a script takes, and
         one script behind them tells of all streams that they went to.
 
@@ -305,14 +305,14 @@ class Steps:
         if not self.nodes.has_room(shard.slot, READ_BYTES_MAX * len(reads) + SCRIPT_BYTES_MAX):
             asyncio.get_running_loop().call_soon(done, NoRoom("too much waits for Redis"))
             return
-        streams: list[Stream] = []
+        streams: list[StreamEntries] = []
         for field, number in reads:
 
             def came(reply: Any, field: bytes = field) -> None:
                 # None: nothing was there. An error: the stream was tidied away.
                 found = read(reply, lambda reply: reply[0][1]) if reply is not None else None
                 if isinstance(found, list):
-                    streams.append(Stream(field, found))
+                    streams.append(StreamEntries(field, found))
 
             group = (b"XREADGROUP", b"GROUP", GROUP, consumer)
             self.nodes.send(shard.slot, came, *group, b"COUNT", number, b"STREAMS", shard.stream(field), b">")
@@ -665,7 +665,7 @@ class Steps:
         assert taken.view is not None
         return taken._replace(view=self._at_latest(taken.view, asked_at))
 
-    def _at_latest(self, view: View, asked_at: float) -> View:
+    def _at_latest(self, view: ShardSnapshot, asked_at: float) -> ShardSnapshot:
         """An answer may lie in a socket for long, with entries whose time runs on: by now it is so late at most."""
         if self._now_ms():
             return view
@@ -693,7 +693,7 @@ def reading(understand: Callable[[Any], Found], done: Done[Found]) -> Callable[[
     return lambda reply: done(read(reply, understand))
 
 
-def read_view(reply: Any, models: Sequence[str]) -> View:
+def read_view(reply: Any, models: Sequence[str]) -> ShardSnapshot:
     """From `view_of` in common.lua."""
     now_ms, *heads = reply
     found = [
@@ -701,20 +701,20 @@ def read_view(reply: Any, models: Sequence[str]) -> View:
         for model, flat in zip(models, heads, strict=True)
         for at in range(0, len(flat), 3)
     ]
-    return View(int(now_ms), sorted(found, key=lambda head: (head.place, head.field)))
+    return ShardSnapshot(int(now_ms), sorted(found, key=lambda head: (head.place, head.field)))
 
 
 def read_taken(reply: Any, budgets: Sequence[Budget]) -> Taken:
     """From take.lua: a view, and behind it the parts of each stream."""
     view, *parts = reply
-    streams = [Stream(*parts[at : at + 2]) for at in range(0, len(parts), 2)]
+    streams = [StreamEntries(*parts[at : at + 2]) for at in range(0, len(parts), 2)]
     return Taken(streams, read_view(view, [budget.model for budget in budgets]))
 
 
 def read_claimed(reply: Any, claims: Sequence[Claim]) -> Taken:
     """From claim.lua: a view, what is left, and behind it the parts of each stream."""
     view, more, suspects, *parts = reply
-    streams = [Stream(*parts[at : at + 3]) for at in range(0, len(parts), 3)]
+    streams = [StreamEntries(*parts[at : at + 3]) for at in range(0, len(parts), 3)]
     models = [claim.model for claim in claims]
     names = [frozenset(model.decode() for model in left) for left in (more, suspects)]
     return Taken(streams, read_view(view, models), *names)
@@ -795,8 +795,8 @@ def budget_arguments(budgets: Sequence[Budget]) -> list[Argument]:
     """As the scripts want them."""
     arguments: list[Argument] = []
     for budget in budgets:
-        arguments += (budget.model, budget.batches, budget.largest, len(budget.rooms))
-        arguments += [part for room in budget.rooms.items() for part in room]
+        arguments += (budget.model, budget.batches, budget.largest, len(budget.headroom))
+        arguments += [part for room in budget.headroom.items() for part in room]
     return arguments
 
 

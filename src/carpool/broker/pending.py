@@ -9,17 +9,17 @@ from collections.abc import Callable, Iterable, Sequence
 from math import inf
 
 from carpool.broker.deadlines import Deadlines
-from carpool.broker.shares import ParkedShares
+from carpool.broker.owner_quota import ParkedShares
 from carpool.core.clock import Clock, monotonic
 from carpool.core.errors import CarpoolError, QueueFull
 from carpool.core.events import Events
+from carpool.core.histograms import SECONDS_BOUNDS, Histogram, RequestSeconds
 from carpool.core.outcome import CallFacts, Outcome, Output
-from carpool.core.ports import Standing
+from carpool.core.ports import QueueStats
 from carpool.core.request import Request
-from carpool.core.tally import SECONDS_BOUNDS, Histogram, RequestSeconds
 
 
-class Parking:
+class PendingRequests:
     """The requests of one gateway without an outcome, bounded in number and in bytes."""
 
     def __init__(
@@ -88,7 +88,7 @@ class Parking:
             return QueueFull("the queue has no room for all inputs of this call; try again soon", retry_after_s=1)
         return None
 
-    def standing(self, model: str, tier: int) -> Standing:
+    def queue_stats(self, model: str, tier: int) -> QueueStats:
         """Who has synchronous requests of one model and tier parked here. It stays the same object."""
         return self._shares[model, tier]
 
@@ -173,13 +173,13 @@ class Parking:
             self.held_bytes -= request.size
             if not request.is_task:
                 self._shares[request.model, request.tier].remove(request)
-                if not request.is_seat:  # else those who share it are counted
+                if not request.is_shared:  # else those who share it are counted
                     age_s = now - request.arrived
                     since_taken_s[call] = age_s - queue_s
                     seconds[call][request.tier].append(age_s)
             request.taken = request.arrived + queue_s
             request.held_by = None
-            if not request.is_seat:
+            if not request.is_shared:
                 waits.append(queue_s)
             output = Output(value, facts, tokens_used)
             request.settle(output, now)

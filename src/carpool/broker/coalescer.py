@@ -1,21 +1,22 @@
-"""Identical requests share one seat: one of them is sent, and all get its result. Results that are kept need no seat.
+"""Identical requests are coalesced: one of them is sent, and all get its result. Results that are kept need none.
 
-1. Each client has a request of its own, with its own waiter, deadline and end. What the broker has is the seat. While
-   nobody shares it, that is the client's request itself, so that a request which stays alone costs little more than
-   without; when a second one comes, the first gets a request of its own too, and the seat is nobody's any more.
-2. A shared seat has the best place and the latest deadline of those who share it. One that waits is queued anew for a
-   member with a better place: of a higher tier, or of an owner with far less waiting. Where it is not known whether it
-   still waits (Redis), or which one goes first (owners take turns), the old one stays in the queue as well, and the
-   first result counts: nobody ever waits longer for it, and the model may see the input twice.
-3. Each member has its own deadline and its own time in the queue. The last one who leaves takes the seat along.
-4. An output is everybody's. So is an error that will come again. Another one is the first's alone: the others, if they
-   have time left, ride once more, together, in a new seat; what comes of that is everybody's.
+1. Each client has a request of its own, with its own waiter, deadline and end. The broker has the leader. While a
+   client shares with no other, the leader is its own request, so that a request which stays alone costs little more
+   than without coalescing. When a second client comes, a SharedRequest becomes the leader, and both are its members.
+2. The leader has the best place and the latest deadline of its members. A leader that waits is queued anew for a
+   member with a better place: of a higher tier, or of an owner with far less waiting. Where the coalescer does not know
+   whether the leader still waits (Redis), or which one goes first (owners take turns), the old leader stays in the
+   queue as well, and the first result counts: no member waits longer, and the model may see the input twice.
+3. Each member has its own deadline and its own time in the queue. The last member that leaves withdraws the leader.
+4. All members get an output, and an error that would come again. Any other error is the first member's alone: the
+   others, if they have time left, are sent once more, together; what comes of that is for all of them.
 5. Members count against bounds of their own, as many requests and bytes as the broker may have. Input and parameters
-   are one object for all of them, which the broker counts: so nobody fills that bound by sending one large input often.
-6. Where others keep results too (Redis), they are asked before a seat is queued. It can be shared meanwhile.
-7. Nobody waits for the seat of an offender: those ride apart, for longer. Where one who shares a seat is found to be an
-   offender, the others have it queued anew, for one of them.
-8. Where nobody asks twice, requests pass by all this (broker/asked_twice.py).
+   are one object for all members, which the broker counts: no client fills that bound by sending one large input often.
+6. Where other processes keep results too (Redis), the coalescer asks them before it queues a leader. Members may join
+   meanwhile.
+7. No member waits for a quarantined owner's leader, which waits for longer. When the owner of a leader is quarantined,
+   the coalescer queues it anew for another member.
+8. Where no client asks twice, requests pass by all this (broker/asked_twice.py).
 """
 
 import logging
@@ -39,10 +40,10 @@ from carpool.core.errors import (
     queue_time_passed,
 )
 from carpool.core.events import Events
+from carpool.core.histograms import Histogram, RequestSeconds
 from carpool.core.outcome import CallFacts, Outcome, Output
-from carpool.core.ports import NO_WISHES, FarResults, RequestQueue, Results, SameKey, Standing, Wishes
+from carpool.core.ports import NO_OPTIONS, FarResults, QueueStats, RequestOptions, RequestQueue, Results, SameKey
 from carpool.core.request import ADMITTED, DONE, QUEUED, RUNNING, Request, Waiter
-from carpool.core.tally import Histogram, RequestSeconds
 
 logger = logging.getLogger("carpool.broker")
 
@@ -51,13 +52,13 @@ FAR_MORE = 4
 LOOKUPS = ("hit", "miss", "shared", "passed")
 
 
-class Seat:
+class SharedRequest:
     """What the requests with one key have in common. It is the waiter of those that the broker has for it."""
 
-    __slots__ = ("_seats", "first", "is_looked_for", "key", "members", "refusal", "requests", "waiter")
+    __slots__ = ("_coalescer", "first", "is_looked_for", "key", "members", "refusal", "requests", "waiter")
 
-    def __init__(self, seats: "Seats", key: SameKey, request: Request) -> None:
-        self._seats = seats
+    def __init__(self, coalescer: "Coalescer", key: SameKey, request: Request) -> None:
+        self._coalescer = coalescer
         self.key = key
         # What was queued for it, or is about to be; empty when it is over.
         self.requests = [request]
@@ -73,10 +74,10 @@ class Seat:
 
     def settled(self, request: Request, outcome: Outcome) -> None:
         """One of its requests has an outcome."""
-        self._seats.ended(self, request, outcome)
+        self._coalescer.ended(self, request, outcome)
 
 
-class Seats:
+class Coalescer:
     """Stands before admission for models whose results are kept (core.ports.Sharing), and before the queue for those
     who leave.
     """
@@ -99,9 +100,9 @@ class Seats:
         far: FarResults | None = None,
         strict_order: bool = False,
         # Model and owner of those who ride with one another only. Empty is false.
-        offenders: Set[tuple[str, str]] = frozenset(),
+        quarantined: Set[tuple[str, str]] = frozenset(),
         # Who waits of a model and a tier; None where owners are all alike.
-        standing: Callable[[str, int], Standing] | None = None,
+        queue_stats: Callable[[str, int], QueueStats] | None = None,
         events: Events | None = None,
         clock: Clock = monotonic,
     ) -> None:
@@ -119,28 +120,28 @@ class Seats:
         self._bytes_max = bytes_max
         self._far = far
         self._strict_order = strict_order
-        self._offenders = offenders
-        self._standing = standing
+        self._quarantined = quarantined
+        self._queue_stats = queue_stats
         # Those whom nobody waits for any more.
         self._parted: Set[tuple[str, str]] = frozenset()
         self._events = events or Events()
         self._clock = clock
-        # What others may still share: seats, and requests that are alone and need none yet.
-        self._open: dict[SameKey, Seat | Request] = {}
+        # What others may still share: shared requests, and requests that are alone and need none yet.
+        self._open: dict[SameKey, SharedRequest | Request] = {}
         self._deadlines = Deadlines()
         # Members, and requests for which others are asked.
         self.held = 0
         self.held_bytes = 0
         # Requests that the broker has and that are nobody's own.
         self.queued = 0
-        # For metrics: requests whose result was kept, that took a seat, that shared one, that passed by.
+        # For metrics: requests whose result was kept, that were sent, that shared another, that passed by.
         self.hits = 0
         self.misses = 0
         self.shared = 0
         self.passed = 0
 
     def __repr__(self) -> str:
-        return f"<Seats open={len(self._open)} held={self.held} bytes={self.held_bytes} queued={self.queued}>"
+        return f"<Coalescer open={len(self._open)} held={self.held} bytes={self.held_bytes} queued={self.queued}>"
 
     def lookups(self) -> dict[str, int]:
         """What became of requests, by what `/metrics` calls it."""
@@ -148,16 +149,16 @@ class Seats:
 
     # What the face calls.
 
-    def ask(self, request: Request, wishes: Wishes) -> CarpoolError | None:
+    def ask(self, request: Request, options: RequestOptions) -> CarpoolError | None:
         """Let a synchronous request in, or say why not. It may have its outcome when this returns."""
         if request.result is not None:  # `needing` has found it
             found, request.result = request.result, None
             self._hit(request, found)
             return None
-        if wishes is not NO_WISHES:
-            if wishes.no_store:
+        if options is not NO_OPTIONS:
+            if options.no_store:
                 return self._admit(request)
-            if wishes.no_cache:  # nobody shares it, but its result is kept
+            if options.no_cache:  # nobody shares it, but its result is kept
                 self.misses += 1
                 request.result_key, request.result, request.waiter = self._key_of(request), request.waiter, self
                 return self._admit(request)
@@ -175,13 +176,13 @@ class Seats:
             return None
         if key in self._open:
             shared = self._open[key]
-            if not self._offenders or self._may_share(shared, request):
-                seated = shared.requests[0] if isinstance(shared, Seat) else shared
-                return self._join(key, shared, seated, request)
+            if not self._quarantined or self._may_share(shared, request):
+                leader = shared.requests[0] if isinstance(shared, SharedRequest) else shared
+                return self._join(key, shared, leader, request)
         if self._far is not None and not request.is_judged:  # else `needing` has asked them
-            request.waiter = seat = self._open[key] = Seat(self, key, request)
-            seat.refusal = refusal
-            return self._look(seat, request, self._far)
+            request.waiter = shared_request = self._open[key] = SharedRequest(self, key, request)
+            shared_request.refusal = refusal
+            return self._look(shared_request, request, self._far)
         self.misses += 1
         if refusal is not None:
             return refusal
@@ -189,9 +190,11 @@ class Seats:
         self._open[key] = request
         return self._admit(request)
 
-    def needing(self, requests: Sequence[Request], wishes: Wishes, told: Callable[[Sequence[Request]], None]) -> None:
-        """Tell those of one call that would take a seat: none for which there is a result, or another of them."""
-        if wishes.no_store or wishes.no_cache:
+    def needing(
+        self, requests: Sequence[Request], options: RequestOptions, told: Callable[[Sequence[Request]], None]
+    ) -> None:
+        """Tell those of one call that would be sent: none for which there is a result, or another of them."""
+        if options.no_store or options.no_cache:
             told(requests)
             return
         keyed = [(self._key_of(request), request) for request in requests]
@@ -213,7 +216,7 @@ class Seats:
                 self._results.keep(key, output, self._clock(), age_s)
                 for request in needing[key]:
                     request.result = output
-            if not missing:  # once more: whom one of them would have shared a seat with may have left meanwhile
+            if not missing:  # once more: the request that one of them would have shared may be gone
                 told([those[0] for those in self._needing(keyed).values()])
 
         self.held += missing
@@ -223,7 +226,7 @@ class Seats:
             self._far.look(key, partial(found, key))
 
     def _needing(self, keyed: Sequence[tuple[SameKey, Request]]) -> defaultdict[SameKey, list[Request]]:
-        """Those for which there is neither a result nor a seat, by their keys."""
+        """Those for which there is neither a result nor a shared request, by their keys."""
         needing: defaultdict[SameKey, list[Request]] = defaultdict(list)
         for key, request in keyed:
             if (
@@ -249,11 +252,13 @@ class Seats:
                 self._keep(key, outcome)
         request.result.settled(request, outcome)
 
-    def submit(self, request: Request, wishes: Wishes, accepted: Callable[[CarpoolError | None], None]) -> None:
-        """Let a task in, with its result if that is known. Tasks share no seat: they outlive this process."""
-        if not wishes.no_store:
+    def submit(
+        self, request: Request, options: RequestOptions, accepted: Callable[[CarpoolError | None], None]
+    ) -> None:
+        """Let a task in, with its result if that is known. Tasks are not coalesced: they outlive this process."""
+        if not options.no_store:
             key = request.result_key = self._key_of(request)
-            if not wishes.no_cache:
+            if not options.no_cache:
                 request.result = self._results.find(key, request.arrived)
                 if request.result is None and self._far is not None:
                     assert isinstance(key, bytes)
@@ -268,31 +273,31 @@ class Seats:
 
     def cancel(self, request: Request) -> None:
         """The client left. Requests that share nothing are the queue's alone."""
-        if request.phase == DONE and not request.is_seat:
+        if request.phase == DONE and not request.is_shared:
             return
-        seat = request.waiter if isinstance(request.waiter, Seat) else request.held_by
-        if not isinstance(seat, Seat):
+        shared_request = request.waiter if isinstance(request.waiter, SharedRequest) else request.held_by
+        if not isinstance(shared_request, SharedRequest):
             self._queue.cancel(request)
-        elif seat.members is None:
-            self._leave_alone(seat, request)
+        elif shared_request.members is None:
+            self._leave_alone(shared_request, request)
         else:
-            member = seat.first if request.is_seat else request
+            member = shared_request.first if request.is_shared else request
             if member is not None and member.phase != DONE:
                 self._leave(member, client_left())
 
     def own(self, request: Request) -> Request:
-        """The client's own request, where one has become a seat: it may have ended, or the seat, without the other."""
-        seat = request.waiter
-        if not isinstance(seat, Seat) or not request.is_seat or seat.first is None:
+        """The client's own request, where it became a shared one: either may have ended without the other."""
+        shared_request = request.waiter
+        if not isinstance(shared_request, SharedRequest) or not request.is_shared or shared_request.first is None:
             return request
-        return seat.first if DONE in (request.phase, seat.first.phase) else request
+        return shared_request.first if DONE in (request.phase, shared_request.first.phase) else request
 
     def expire(self, now: float) -> None:
-        """Look at the members whose time is over, and at those who wait for an offender."""
-        if self._offenders != self._parted:
-            parted = [self._part(shared) for shared in list(self._open.values()) if isinstance(shared, Seat)]
+        """Look at the members whose time is over, and at those who wait for a quarantined owner."""
+        if self._quarantined != self._parted:
+            parted = [self._part(shared) for shared in list(self._open.values()) if isinstance(shared, SharedRequest)]
             if all(parted):  # else once more: one that runs may come back, and a queue that is full has room again
-                self._parted = frozenset(self._offenders)
+                self._parted = frozenset(self._quarantined)
         for member in self._deadlines.due(now):
             if member.phase == DONE:
                 continue  # who was told before has made it leave
@@ -305,35 +310,37 @@ class Seats:
 
     # What the broker tells.
 
-    def ended(self, seat: Seat, request: Request, outcome: Outcome) -> None:
-        """A request of a seat has its outcome."""
-        if not request.is_seat:
-            self._close(seat)
+    def ended(self, shared_request: SharedRequest, request: Request, outcome: Outcome) -> None:
+        """A shared request has its outcome."""
+        if not request.is_shared:
+            self._close(shared_request)
             if isinstance(outcome, Output):
                 self._asked_twice.kept(request.ended)
-                self._keep(seat.key, outcome)
-            seat.waiter.settled(request, outcome)
+                self._keep(shared_request.key, outcome)
+            shared_request.waiter.settled(request, outcome)
             return
         self._outcomes[request.result_code] -= 1  # the broker counts it; those who share it are counted here
         self.queued -= 1
-        if request not in seat.requests:
+        if request not in shared_request.requests:
             return  # given up
-        seat.requests.remove(request)
-        assert seat.members is not None
+        shared_request.requests.remove(request)
+        assert shared_request.members is not None
         if isinstance(outcome, Output):
-            self._close(seat)
-            self._keep(seat.key, outcome)
-            members = list(seat.members.values())
+            self._close(shared_request)
+            self._keep(shared_request.key, outcome)
+            members = list(shared_request.members.values())
             for member in members:
                 ride_along(member, request)
-            self._settle_all(seat, members, outcome)
+            self._settle_all(shared_request, members, outcome)
             self._count_seconds(members, request.taken, outcome.call)
-        elif not seat.requests:  # else another is under way for them
-            self._close(seat)
-            members = self._go_again(seat, outcome) if outcome.retryable else list(seat.members.values())
+        elif not shared_request.requests:  # else another is under way for them
+            self._close(shared_request)
+            members = (
+                self._go_again(shared_request, outcome) if outcome.retryable else list(shared_request.members.values())
+            )
             for member in members:
                 ride_along(member, request)
-            self._settle_all(seat, members, outcome)
+            self._settle_all(shared_request, members, outcome)
 
     # Results.
 
@@ -352,49 +359,49 @@ class Seats:
                 return  # here too as soon as somebody asks for it: most results nobody asks for again
         self._results.keep(key, output, self._clock())
 
-    def _look(self, seat: Seat, request: Request, far: FarResults) -> CarpoolError | None:
-        """Ask others for the result of a new seat."""
+    def _look(self, shared_request: SharedRequest, request: Request, far: FarResults) -> CarpoolError | None:
+        """Ask others for the result of a new shared request."""
         if (refusal := self._refusal(request.size)) is not None:
             return refusal
         self.held += 1
         self.held_bytes += request.size
-        seat.is_looked_for = True
-        assert isinstance(seat.key, bytes)
-        far.look(seat.key, partial(self._looked_for, seat, request))
+        shared_request.is_looked_for = True
+        assert isinstance(shared_request.key, bytes)
+        far.look(shared_request.key, partial(self._looked_for, shared_request, request))
         return None
 
-    def _looked_for(self, seat: Seat, request: Request, output: Output | None, age_s: float) -> None:
-        """Others have told: the result, or that the seat must be queued."""
+    def _looked_for(self, shared_request: SharedRequest, request: Request, output: Output | None, age_s: float) -> None:
+        """Others have told: the result, or that the request must be queued."""
         now = self._clock()
         self.held -= 1
         self.held_bytes -= request.size
-        seat.is_looked_for = False
+        shared_request.is_looked_for = False
         if output is not None:
-            self._results.keep(seat.key, output, now, age_s)
-        if not seat.requests:
+            self._results.keep(shared_request.key, output, now, age_s)
+        if not shared_request.requests:
             return  # all have left
         if output is not None:
-            self._close(seat)
-            if seat.members is None:
-                request.waiter = seat.waiter
+            self._close(shared_request)
+            if shared_request.members is None:
+                request.waiter = shared_request.waiter
                 self._hit(request, output)
                 return
             self.hits += 1
             self._asked_twice.again()
             drop(request)
-            members = list(seat.members.values())
+            members = list(shared_request.members.values())
             for member in members:
                 member.taken = member.arrived
-            self._settle_all(seat, members, output)
+            self._settle_all(shared_request, members, output)
             return
         self.misses += 1
         try:
-            refusal = seat.refusal or expired(request, now) or self._admit(request)
+            refusal = shared_request.refusal or expired(request, now) or self._admit(request)
         except Exception as failure:
             refusal = defect(failure)
-        self.queued += request.is_seat
+        self.queued += request.is_shared
         if refusal is not None:
-            self._outcomes[refusal.code] += request.is_seat  # `ended` counts it out
+            self._outcomes[refusal.code] += request.is_shared  # `ended` counts it out
             request.settle(refusal, now)
 
     def _task_looked_for(
@@ -422,148 +429,154 @@ class Seats:
 
     # Members.
 
-    def _join(self, key: SameKey, shared: Seat | Request, seated: Request, request: Request) -> CarpoolError | None:
+    def _join(
+        self, key: SameKey, shared: SharedRequest | Request, leader: Request, request: Request
+    ) -> CarpoolError | None:
         """Let a request wait for the result of another."""
         if (refusal := self._refusal(own_bytes(request))) is not None:
             return refusal
-        if isinstance(shared, Seat):
-            seat = shared
+        if isinstance(shared, SharedRequest):
+            shared_request = shared
         else:
-            seated.waiter = seat = self._open[key] = Seat(self, key, seated)
-            seated.result_key = seated.result = None
-        if seat.members is None:
-            self._share(seat, seated)
+            leader.waiter = shared_request = self._open[key] = SharedRequest(self, key, leader)
+            leader.result_key = leader.result = None
+        if shared_request.members is None:
+            self._share(shared_request, leader)
         self.shared += 1
         self._asked_twice.again()
-        if is_sampled(request) and not is_sampled(seated):
-            seated.trace = request.trace  # so that its batch is kept, too
+        if is_sampled(request) and not is_sampled(leader):
+            leader.trace = request.trace  # so that its batch is kept, too
         # The same bytes need not be held twice.
-        request.input, request.prepared, request.parameters = seated.input, seated.prepared, seated.parameters
+        request.input, request.prepared, request.parameters = leader.input, leader.prepared, leader.parameters
         if self._events.subscribers:
             self._events.admitted(request)
-        self._add(seat, request)
-        if self._far is None or seat.is_looked_for:
-            seated.deadline = max(seated.deadline, request.deadline)
-        last = seat.requests[-1]
+        self._add(shared_request, request)
+        if self._far is None or shared_request.is_looked_for:
+            leader.deadline = max(leader.deadline, request.deadline)
+        last = shared_request.requests[-1]
         is_better = request.tier < last.tier and (self._strict_order or request.place < last.place)
-        if (is_better or self._has_less_waiting(request, seat, last)) and not self._offends(request):
-            self._move_up(seat, last, request)
+        if (is_better or self._has_less_waiting(request, shared_request, last)) and not self._offends(request):
+            self._move_up(shared_request, last, request)
         return None
 
-    def _has_less_waiting(self, member: Request, seat: Seat, seated: Request) -> bool:
-        """Whether a seat of this member's tier waits in the line of an owner who has far more waiting."""
-        if self._standing is None or member.tier != seated.tier or member.owner == seated.owner:
+    def _has_less_waiting(self, member: Request, shared_request: SharedRequest, leader: Request) -> bool:
+        """Whether a shared request of this member's tier waits in the line of an owner who has far more waiting."""
+        if self._queue_stats is None or member.tier != leader.tier or member.owner == leader.owner:
             return False
-        if self._far is not None and not (seated.is_over or seated.is_late or seat.is_looked_for):
+        if self._far is not None and not (leader.is_over or leader.is_late or shared_request.is_looked_for):
             return False  # there only what exceeds its owner's share, or came in late, goes later
-        standing = self._standing(seated.model, seated.tier)
-        return FAR_MORE * (standing.of(member.owner) + 1) < standing.of(seated.owner)
+        queue_stats = self._queue_stats(leader.model, leader.tier)
+        return FAR_MORE * (queue_stats.of(member.owner) + 1) < queue_stats.of(leader.owner)
 
-    def _share(self, seat: Seat, seated: Request) -> None:
-        """The first is not alone any more: give it a request of its own. What the broker has is the seat now."""
-        seat.members, seat.refusal = {}, None
-        first = seat.first = copy(seated)
-        first.waiter, first.number = seat.waiter, 0
-        seated.is_seat, seated.ticket, seated.permit, seated.own_timeout_s = True, None, None, 0.0
-        if not seat.is_looked_for:
+    def _share(self, shared_request: SharedRequest, leader: Request) -> None:
+        """The first is not alone any more: give it a request of its own. What the broker has is the shared one now."""
+        shared_request.members, shared_request.refusal = {}, None
+        first = shared_request.first = copy(leader)
+        first.waiter, first.number = shared_request.waiter, 0
+        leader.is_shared, leader.ticket, leader.permit, leader.own_timeout_s = True, None, None, 0.0
+        if not shared_request.is_looked_for:
             self.queued += 1
         elif self._events.subscribers:
             self._events.admitted(first)
         if self._far is None:
-            seated.queue_timeout_s = inf  # its members have their own
-        self._add(seat, first)
+            leader.queue_timeout_s = inf  # its members have their own
+        self._add(shared_request, first)
 
-    def _add(self, seat: Seat, member: Request) -> None:
-        assert seat.members is not None
+    def _add(self, shared_request: SharedRequest, member: Request) -> None:
+        assert shared_request.members is not None
         self.held += 1
         self.held_bytes += own_bytes(member)
-        seat.members[id(member)] = member
-        member.phase, member.held_by = QUEUED, seat
+        shared_request.members[id(member)] = member
+        member.phase, member.held_by = QUEUED, shared_request
         self._deadlines.add_unordered(member, min(member.arrived + member.queue_timeout_s, member.deadline))
 
-    def _move_up(self, seat: Seat, seated: Request, member: Request) -> None:
-        """A seat that waits gets the place that this member would have; one that runs needs none."""
-        if seat.is_looked_for:
-            seated.tier, seated.place, seated.owner = member.tier, member.place, member.owner
-            seated.is_late = member.is_late
+    def _move_up(self, shared_request: SharedRequest, leader: Request, member: Request) -> None:
+        """A shared request that waits gets the place that this member would have; one that runs needs none."""
+        if shared_request.is_looked_for:
+            leader.tier, leader.place, leader.owner = member.tier, member.place, member.owner
+            leader.is_late = member.is_late
             return
-        if member.tier <= seated.tier and not any(each.taken for each in seat.requests):
-            self._queue_anew(seat, seated, member, stays=member.tier == seated.tier)
+        if member.tier <= leader.tier and not any(each.taken for each in shared_request.requests):
+            self._queue_anew(shared_request, leader, member, stays=member.tier == leader.tier)
 
-    def _queue_anew(self, seat: Seat, seated: Request, member: Request, *, stays: bool = False) -> bool:
-        """Let a seat wait where this member would, if there is room. `stays`: where it waits as well."""
-        assert seat.members is not None
-        latest = max(each.deadline for each in seat.members.values())
-        moved = self._seat_for(seat, member, latest, seated.queue_timeout_s)
+    def _queue_anew(
+        self, shared_request: SharedRequest, leader: Request, member: Request, *, stays: bool = False
+    ) -> bool:
+        """Let a shared request wait where this member would, if there is room. `stays`: where it waits as well."""
+        assert shared_request.members is not None
+        latest = max(each.deadline for each in shared_request.members.values())
+        moved = self._shared_for(shared_request, member, latest, leader.queue_timeout_s)
         moved.place = member.place
         if self._queue.submit(moved) is not None:
             return False  # it stays where it is
         self.queued += 1
         if stays or self._far is not None:
-            seat.requests.append(moved)  # a batcher may have the old one already
+            shared_request.requests.append(moved)  # a batcher may have the old one already
         else:
-            before, seat.requests = seat.requests, [moved]
+            before, shared_request.requests = shared_request.requests, [moved]
             for each in before:
                 self._queue.cancel(each)
         return True
 
-    def _may_share(self, shared: Seat | Request, request: Request) -> bool:
-        """Whether a request would not wait for another owner that is an offender."""
+    def _may_share(self, shared: SharedRequest | Request, request: Request) -> bool:
+        """Whether a request would not wait for another owner that is quarantined."""
         if isinstance(shared, Request):
             return shared.owner == request.owner or not self._offends(shared)
         self._part(shared)
         return any(each.owner == request.owner or not self._offends(each) for each in shared.requests)
 
-    def _part(self, seat: Seat) -> bool:
-        """If a seat waits for offenders only, let it wait for another of its members. False: not yet."""
-        if seat.members is None or not all(self._offends(each) for each in seat.requests):
+    def _part(self, shared_request: SharedRequest) -> bool:
+        """If a shared request waits for quarantined owners only, queue it for another member. False: not yet."""
+        if shared_request.members is None or not all(self._offends(each) for each in shared_request.requests):
             return True
-        others = [member for member in seat.members.values() if not self._offends(member)]
+        others = [member for member in shared_request.members.values() if not self._offends(member)]
         if not others:
             return True
-        if any(each.phase == RUNNING for each in seat.requests):
+        if any(each.phase == RUNNING for each in shared_request.requests):
             return False
-        best, seated = min(others, key=by_place), seat.requests[-1]
-        if seat.is_looked_for:
-            seated.tier, seated.place, seated.owner = best.tier, best.place, best.owner
-            seated.is_late = best.is_late
+        best, leader = min(others, key=by_place), shared_request.requests[-1]
+        if shared_request.is_looked_for:
+            leader.tier, leader.place, leader.owner = best.tier, best.place, best.owner
+            leader.is_late = best.is_late
             return True
-        return self._queue_anew(seat, seated, best)
+        return self._queue_anew(shared_request, leader, best)
 
     def _offends(self, request: Request) -> bool:
-        return (request.model, request.owner) in self._offenders
+        return (request.model, request.owner) in self._quarantined
 
-    def _seat_for(self, seat: Seat, member: Request, deadline: float, queue_timeout_s: float) -> Request:
+    def _shared_for(
+        self, shared_request: SharedRequest, member: Request, deadline: float, queue_timeout_s: float
+    ) -> Request:
         """What the broker gets, as if this member came now."""
         now = self._clock()
         request = copy(member)
-        request.waiter, request.ticket, request.held_by, request.number = seat, None, None, 0
-        request.phase, request.is_seat, request.is_apart, request.taken = ADMITTED, True, False, 0.0
+        request.waiter, request.ticket, request.held_by, request.number = shared_request, None, None, 0
+        request.phase, request.is_shared, request.is_quarantined, request.taken = ADMITTED, True, False, 0.0
         request.permit, request.own_timeout_s, request.is_over = None, 0.0, False
         request.place += now - request.arrived
         request.arrived, request.deadline, request.queue_timeout_s = now, deadline, queue_timeout_s
         return request
 
-    def _go_again(self, seat: Seat, error: CarpoolError) -> list[Request]:
-        """Give those a new seat who are not to have this error; returns who is."""
-        assert seat.members is not None
+    def _go_again(self, shared_request: SharedRequest, error: CarpoolError) -> list[Request]:
+        """Send those again, together, who are not to have this error; returns who is."""
+        assert shared_request.members is not None
         now = self._clock()
-        again = [member for member in seat.members.values() if rides_again(seat, member, now)]
+        again = [member for member in shared_request.members.values() if rides_again(shared_request, member, now)]
         if not again:
-            return list(seat.members.values())
+            return list(shared_request.members.values())
         for member in again:
-            del seat.members[id(member)]
+            del shared_request.members[id(member)]
             member.sends += 1
         best = min(again, key=lambda member: (self._offends(member), by_place(member)))
         latest = max(member.deadline for member in again)
         timeout_s = inf if self._far is None else best.queue_timeout_s
-        other = Seat(self, seat.key, best)
-        request = self._seat_for(other, best, latest, timeout_s)
+        other = SharedRequest(self, shared_request.key, best)
+        request = self._shared_for(other, best, latest, timeout_s)
         other.requests, other.members = [request], {id(member): member for member in again}
         for member in again:
             member.held_by = other
-        self._open.setdefault(seat.key, other)
-        failed = list(seat.members.values())
+        self._open.setdefault(shared_request.key, other)
+        failed = list(shared_request.members.values())
         self.queued += 1
         if (refusal := self._admit(request)) is not None:
             self._outcomes[refusal.code] += 1  # `ended` counts it out
@@ -571,51 +584,51 @@ class Seats:
         return failed
 
     def _leave(self, member: Request, outcome: CarpoolError) -> None:
-        """A member does not wait any more. The last one takes the seat along."""
-        seat: Seat = member.held_by
-        assert seat.members is not None
-        del seat.members[id(member)]
-        is_last = not seat.members
+        """A member does not wait any more. The last one takes the shared request along."""
+        shared_request: SharedRequest = member.held_by
+        assert shared_request.members is not None
+        del shared_request.members[id(member)]
+        is_last = not shared_request.members
         if is_last:
-            self._close(seat)
-        if seat.requests and seat.requests[0].phase == RUNNING:
-            ride_along(member, seat.requests[0])
+            self._close(shared_request)
+        if shared_request.requests and shared_request.requests[0].phase == RUNNING:
+            ride_along(member, shared_request.requests[0])
         self._settle(member, outcome)
         if is_last:
-            self._give_up(seat)
-            seat.key = b""
+            self._give_up(shared_request)
+            shared_request.key = b""
 
-    def _leave_alone(self, seat: Seat, request: Request) -> None:
-        """A client left who shared its seat with nobody."""
-        if not seat.is_looked_for:
+    def _leave_alone(self, shared_request: SharedRequest, request: Request) -> None:
+        """A client left whose request no other shared."""
+        if not shared_request.is_looked_for:
             self._queue.cancel(request)
             return
-        seat.requests = []
-        self._close(seat)
-        request.waiter = seat.waiter
+        shared_request.requests = []
+        self._close(shared_request)
+        request.waiter = shared_request.waiter
         if self._events.subscribers:
             self._events.admitted(request)
         self._count(request, client_left())
 
-    def _give_up(self, seat: Seat) -> None:
+    def _give_up(self, shared_request: SharedRequest) -> None:
         """Nobody waits for it: what is queued for it is not sent."""
-        requests, seat.requests = seat.requests, []
+        requests, shared_request.requests = shared_request.requests, []
         for request in requests:
-            if seat.is_looked_for:
+            if shared_request.is_looked_for:
                 drop(request)
             else:
                 self._queue.cancel(request)
 
-    def _close(self, seat: Seat) -> None:
+    def _close(self, shared_request: SharedRequest) -> None:
         """Nobody may share it from now on."""
-        if self._open.get(seat.key) is seat:
-            del self._open[seat.key]
+        if self._open.get(shared_request.key) is shared_request:
+            del self._open[shared_request.key]
 
-    def _settle_all(self, seat: Seat, members: list[Request], outcome: Outcome) -> None:
-        waiting = seat.members
+    def _settle_all(self, shared_request: SharedRequest, members: list[Request], outcome: Outcome) -> None:
+        waiting = shared_request.members
         assert waiting is not None
-        self._give_up(seat)
-        seat.key = b""  # it may be remembered for a while, with its requests
+        self._give_up(shared_request)
+        shared_request.key = b""  # it may be remembered for a while, with its requests
         if isinstance(outcome, Output) and len(members) > 1:
             outcome = shared_output(outcome, len(members))
         for member in members:
@@ -636,7 +649,7 @@ class Seats:
             self._events.settled(request, outcome)
 
     def _count_seconds(self, members: Sequence[Request], taken: float, call: CallFacts) -> None:
-        """Where the time of those went who shared a seat; the seat itself counts nowhere."""
+        """Where the time of those went who shared a request; the shared one itself counts nowhere."""
         together: defaultdict[int, list[float]] = defaultdict(list)
         late: defaultdict[int, list[float]] = defaultdict(list)
         waits: list[float] = []
@@ -644,7 +657,7 @@ class Seats:
             if member.result_code != "ok":
                 continue  # who was told before has made it leave
             waits.append(member.taken - member.arrived)
-            # There may be thousands who came while the seat ran.
+            # There may be thousands who came while it ran.
             (together if member.taken == taken else late)[member.tier].append(member.ended - member.arrived)
         if waits:
             self._waited.observe_all(waits)
@@ -652,11 +665,13 @@ class Seats:
             self._seconds.answered(together, self._clock() - taken, call)
         self._seconds.answered_late(late, call)
 
-    def _may_run(self, seat: Seat, member: Request) -> bool:
-        """Whether a seat has left the queue, or somebody else sees to it that it does not wait for too long."""
+    def _may_run(self, shared_request: SharedRequest, member: Request) -> bool:
+        """Whether a shared request has left the queue, or another process sees to it that it does not wait too long."""
         if self._far is None:
-            return any(request.taken for request in seat.requests)
-        return not seat.is_looked_for and any(request.arrived <= member.arrived for request in seat.requests)
+            return any(request.taken for request in shared_request.requests)
+        return not shared_request.is_looked_for and any(
+            request.arrived <= member.arrived for request in shared_request.requests
+        )
 
     def _refusal(self, size: int) -> CarpoolError | None:
         if self.held >= self._waiting_max or self.held_bytes + size > self._bytes_max:
@@ -664,16 +679,16 @@ class Seats:
         return None
 
 
-def ride_along(member: Request, seated: Request) -> None:
-    """What became of a seat became of those who share it."""
-    if seated.taken:
-        member.taken = max(seated.taken, member.arrived)
-    member.batch, member.call = seated.batch, seated.call
-    member.sends, member.searched_s = seated.sends, seated.searched_s
+def ride_along(member: Request, leader: Request) -> None:
+    """What became of a shared request became of those who share it."""
+    if leader.taken:
+        member.taken = max(leader.taken, member.arrived)
+    member.batch, member.call = leader.batch, leader.call
+    member.sends, member.searched_s = leader.sends, leader.searched_s
 
 
 def own_bytes(member: Request) -> int:
-    """What a member holds that is not the same object for all who share its seat."""
+    """What a member holds that is not the same object for all who share its request."""
     return len(member.client_id)
 
 
@@ -682,10 +697,10 @@ def by_place(member: Request) -> tuple[int, float]:
     return member.tier, member.place
 
 
-def rides_again(seat: Seat, member: Request, now: float) -> bool:
+def rides_again(shared_request: SharedRequest, member: Request, now: float) -> bool:
     """Whether a failure that may pass is not this member's: it was not the first, and has not ridden twice."""
     has_time = now < min(member.arrived + member.queue_timeout_s, member.deadline)
-    return member is not seat.first and not member.sends and has_time
+    return member is not shared_request.first and not member.sends and has_time
 
 
 def is_sampled(request: Request) -> bool:
@@ -700,17 +715,17 @@ def expired(request: Request, now: float) -> CarpoolError | None:
 
 def defect(failure: Exception) -> InternalError:
     """What those are told whom a defect keeps out: nobody else would, they waited for others to be asked."""
-    logger.error("a request failed at the door", exc_info=failure)
+    logger.error("a request failed on admission", exc_info=failure)
     return InternalError("the gateway failed on this request")
 
 
 def drop(request: Request) -> None:
-    """A seat that was never queued is nobody's: what it holds is not needed."""
+    """A shared request that was never queued is no client's: what it holds is not needed."""
     request.phase, request.input, request.prepared = DONE, b"", None
 
 
 def shared_output(output: Output, members: int) -> Output:
-    """The output of a seat for each of those who share it: they share its seconds too."""
+    """The output of a shared request for each of those who share it: they share its seconds too."""
     return replace(output, call=replace(output.call, gpu_s=output.call.gpu_s / members))
 
 

@@ -11,9 +11,9 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from carpool.core.batch import Batch
+from carpool.core.histograms import split_seconds
 from carpool.core.outcome import CallFacts
 from carpool.core.request import DONE, RUNNING, Request, searched_since
-from carpool.core.tally import split_seconds
 
 # The longest wait for company that can be configured: whoever waited longer did so for a slot.
 COMPANY_S_MAX = 0.1

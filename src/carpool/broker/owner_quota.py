@@ -1,4 +1,4 @@
-"""What each owner has parked at a gateway, and what of it exceeds its share (core.ports.Standing). Pure.
+"""What each owner has parked at a gateway, and what of it exceeds its share (core.ports.QueueStats). Pure.
 
 1. An owner may have `SHARE_COST` parked in a model and tier: a batch or so. What comes beyond that is over, and waits
    in a second line of the tier, behind what others send meanwhile.
@@ -7,7 +7,7 @@
 4. Only owners with something parked are remembered.
 """
 
-from carpool.broker.standing import COST_BYTES
+from carpool.broker.queue_stats import COST_BYTES
 from carpool.core.request import Request
 
 # What an owner may have parked: as many small requests, or fewer large ones.

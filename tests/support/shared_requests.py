@@ -5,11 +5,11 @@ from collections.abc import Callable
 from typing import Any
 
 from carpool.admission.cache import ResultCache, digest_key, digest_key_of_owner, exact_key, exact_key_of_owner
+from carpool.broker.coalescer import Coalescer
 from carpool.broker.memory import MemoryBroker
-from carpool.broker.seats import Seats
 from carpool.core.errors import CarpoolError
 from carpool.core.outcome import CallFacts, Output
-from carpool.core.ports import NO_WISHES, Wishes
+from carpool.core.ports import NO_OPTIONS, RequestOptions
 from carpool.core.request import RUNNING, Request
 from carpool.core.trace import Trace
 from carpool.testing import Witness, make_output, make_request
@@ -36,7 +36,7 @@ class FarAway:
         found(None if is_broken else self.kept.get(key), 0.0)
 
 
-class SharedDoor:
+class CoalescerStand:
     """Where requests come in. Time stands still until a test moves it."""
 
     def __init__(
@@ -47,20 +47,20 @@ class SharedDoor:
         waiting_max: int = 1000,
         bytes_max: int = 10**6,
         strict_order: bool = False,
-        offenders: set[tuple[str, str]] | None = None,
+        quarantined: set[tuple[str, str]] | None = None,
         ttl_s: float = 300.0,
     ) -> None:
         self.now = 100.0
         self.far = far
         # Over Redis it is the batchers that set them apart.
-        self.offenders = set() if offenders is None else offenders
+        self.quarantined = set() if quarantined is None else quarantined
         self.broker = MemoryBroker(
             waiting_max=10_000,
             bytes_max=10**7,
             lanes_max=9,
             tiers=3,
             strict_order=strict_order,
-            offenders=self.offenders,
+            quarantined=self.quarantined,
             clock=self.clock,
         )
         self.broker.when_work_arrives("m", lambda lane: None)
@@ -68,7 +68,7 @@ class SharedDoor:
         self.refusal: CarpoolError | None = None
         self.admitted = 0
         keys = (exact_key, exact_key_of_owner) if far is None else (digest_key, digest_key_of_owner)
-        self.seats = Seats(
+        self.coalescer = Coalescer(
             self._admit,
             lambda request, accepted: accepted(self._admit(request)),
             self.broker,
@@ -81,8 +81,8 @@ class SharedDoor:
             bytes_max=bytes_max,
             far=far,
             strict_order=strict_order,
-            offenders=self.offenders,
-            standing=self.broker.standing,
+            quarantined=self.quarantined,
+            queue_stats=self.broker.queue_stats,
             clock=self.clock,
         )
         self.witness = Witness()
@@ -101,7 +101,7 @@ class SharedDoor:
         *,
         tier: int = 0,
         owner: str = "",
-        wishes: Wishes = NO_WISHES,
+        options: RequestOptions = NO_OPTIONS,
         total_timeout_s: float = 4.0,
         queue_timeout_s: float = 2.0,
         parameters: bytes = b"",
@@ -126,7 +126,7 @@ class SharedDoor:
             own_timeout_s=own_timeout_s,
         )
         request.permit, request.trace, request.client_id = permit, trace, client_id
-        refusal = self.seats.ask(request, wishes)
+        refusal = self.coalescer.ask(request, options)
         if refusal is not None:
             request.settle(refusal, self.now)
         return request
@@ -143,7 +143,7 @@ class SharedDoor:
     def pass_time(self, seconds: float) -> None:
         self.now += seconds
         self.broker.expire(self.now)
-        self.seats.expire(self.now)
+        self.coalescer.expire(self.now)
 
     def outcome(self, request: Request) -> object:
         """The value of its output, or its error."""
