@@ -1,12 +1,14 @@
 """The listener of one address: it accepts, sweeps out the slow, and drains."""
 
 import asyncio
+import ctypes
 import errno
 import os
 import socket
 import ssl
 import struct
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any, cast
 
@@ -41,6 +43,18 @@ READ_BYTES_MIN = 4096
 HIDDEN_BYTES_MIN = 64 * 1024
 # What is needed of the kernel's struct tcp_info: segments not acknowledged, bytes acknowledged, bytes not sent yet.
 _TCP_INFO = struct.Struct("24x I 92x Q 16x I")
+# Linux: a filter of a socket's segments, which classic BPF describes. This one drops those that open a connection.
+_SO_ATTACH_FILTER = 26
+_DROP_SYN = b"".join(
+    struct.pack("HBBI", *step)
+    for step in (
+        (0x30, 0, 0, 13),  # load the byte with TCP's flags
+        (0x54, 0, 0, 0x12),  # of these SYN and ACK
+        (0x15, 0, 1, 0x02),  # if it is SYN alone
+        (0x06, 0, 0, 0),  # drop the segment
+        (0x06, 0, 0, 0xFFFF_FFFF),  # else keep it
+    )
+)
 
 
 class HttpServer:
@@ -54,6 +68,8 @@ class HttpServer:
         # server's own are closed.
         self._listeners: list[socket.socket] = []
         self._accept_timers: dict[socket.socket, asyncio.TimerHandle] = {}
+        # Whether other processes go on with these sockets when this one closes them.
+        self._is_shared = False
         # Connections on their way from there.
         self._accepted: set[asyncio.Task[object]] = set()
         self._to_sweep: list[Connection] = []
@@ -78,6 +94,7 @@ class HttpServer:
         make = partial(Connection, self.state)
         self._servers = [await loop.create_server(make, **where, backlog=BACKLOG, start_serving=tls is None)]
         self._tls = tls
+        self._is_shared = listening is not None
         own = self._servers[0].sockets
         self._listeners = [duplicate(each) for each in own]
         if tls is None:
@@ -123,6 +140,8 @@ class HttpServer:
         for listener in self._listeners:
             if self._tls is not None:
                 asyncio.get_running_loop().remove_reader(listener)
+            if not self._is_shared:
+                drop_newcomers(listener)
             for accepted in close_after_the_last(listener):
                 self._begin(accepted)
 
@@ -267,10 +286,23 @@ def duplicate(listening: Any) -> socket.socket:
     return socket.socket(fileno=os.dup(listening.fileno()))
 
 
+def drop_newcomers(listener: socket.socket) -> None:
+    """Let the kernel drop what would open a connection: a client asks again a second later, and is refused then.
+
+    It has sent nothing, and may go elsewhere; a client that is reset cannot know what became of its request. Where the
+    kernel knows no such filter, a few microseconds are left in which that happens.
+    """
+    steps = ctypes.create_string_buffer(_DROP_SYN, len(_DROP_SYN))
+    with suppress(OSError):
+        listener.setsockopt(
+            socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HP", len(_DROP_SYN) // 8, ctypes.addressof(steps))
+        )
+
+
 def close_after_the_last(listener: socket.socket) -> list[socket.socket]:
     """Close a listening socket, and return what the kernel has accepted since the last turn of the event loop.
 
-    Whoever connects between the last of them and the close is reset: so nothing else is done in between.
+    The kernel resets whoever connects between the last of them and the close: `drop_newcomers` first.
     """
     accepted: list[socket.socket] = []
     accept, close, add = listener.accept, listener.close, accepted.append
