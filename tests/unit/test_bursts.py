@@ -280,6 +280,15 @@ def test_requests_that_share_no_batch_are_served_as_those_that_do(lanes: int) ->
     assert scene.outcomes["after"]["ok"] >= share * scene.outcomes["after"].total()
 
 
+@pytest.mark.parametrize("owners", [12, 20])
+def test_many_owners_with_a_lane_each_do_not_time_out(owners: int) -> None:
+    """All of them come for the first lane of their owner: there are more than can have a call in time."""
+    scene = Scene()
+    scene.run(lambda: scene.send_steadily("much", 640, 15, owners=owners, lanes=owners))
+    assert set(scene.outcomes["much"]) == {"ok", "Shed"}
+    assert scene.outcomes["much"]["ok"] >= 0.8 * 320 * 15
+
+
 def test_one_owner_of_many_lanes_takes_none_from_others_and_none_from_higher_tiers() -> None:
     scene = Scene()
 

@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 
-from carpool.core.timers import LONG_TURN_S, TURN_S, Every, OncePerTurn, SharedTurns, repeat
+from carpool.core.timers import LONG_TURN_S, REST_S_MAX, TURN_S, Every, OncePerTurn, SharedTurns, repeat
 from carpool.testing import FakeClock
 
 
@@ -247,6 +247,20 @@ def test_after_work_that_took_long_the_loop_is_left_to_others_for_as_long() -> N
     clock.run(main())
     pause_s = 20 * TURN_S - LONG_TURN_S
     assert done[1] - done[0] == pytest.approx(pause_s) and done[2] - done[1] == pytest.approx(pause_s)
+
+
+def test_that_rest_is_short_where_the_process_stood_still() -> None:
+    clock, done = FakeClock(), list[float]()
+
+    async def main() -> None:
+        turns = SharedTurns()
+        turns.now(lambda: clock.advance(30.0))
+        began = clock()
+        turns.now(lambda: done.append(clock() - began))
+        await asyncio.sleep(1)
+
+    clock.run(main())
+    assert done == [pytest.approx(REST_S_MAX)]
 
 
 def test_work_that_calls_for_more_of_it_counts_once() -> None:

@@ -11,7 +11,7 @@ import pytest
 from carpool.core.errors import CarpoolError, InputRefused, UpstreamFailed, UpstreamRefused
 from carpool.core.outcome import Output
 from carpool.core.request import Request
-from carpool.testing import FakeUpstream, UpstreamResponse, echo
+from carpool.testing import FakeUpstream, UpstreamCall, UpstreamResponse, echo
 from carpool.upstream.first_contact import (
     KINDS_MAX,
     NAMES_MAX,
@@ -262,5 +262,47 @@ def test_one_bad_client_of_ten_from_the_first_request_on_is_found_within_a_secon
         found = stand.quarantined.of_model("m")
         await asyncio.sleep(8.0)
         assert found == ["owner 5"]
+
+    stand.run(main)
+
+
+@pytest.mark.parametrize(
+    ("seed", "well_from_s", "fails_s", "slots", "weights", "rate", "max_batch"),
+    [
+        (867228, 0.2532720924956051, 0.8, 16, (3, 1, 1), 40, 8),
+        (534909, 0.4765938546622043, 0.8, 16, (3, 1, 1), 200, 2),
+        (796452, 0.3136287226087985, 0.1, 4, (9, 1), 100, 2),
+        (45665, 0.22503649630520137, 0.3, 16, (9, 1, 1), 200, 8),
+        (175896, 0.3577412178004421, 0.3, 16, (9, 1, 1), 100, 8),
+    ],
+)
+def test_no_owner_is_quarantined_for_calls_that_began_before_an_endpoint_worked(
+    seed: int, well_from_s: float, fails_s: float, slots: int, weights: tuple[int, ...], rate: float, max_batch: int
+) -> None:
+    """Their failures come after the first answer. Of some hundred such starts these did quarantine somebody."""
+    choose = Random(seed)
+
+    class Slow(FakeUpstream):
+        async def post(self, call: UpstreamCall, timeout_s: float) -> UpstreamResponse:
+            if stand.clock() < began + well_from_s:
+                self.then(UpstreamResponse(500, b'{"error":"x"}'), delay_s=fails_s * choose.uniform(0.3, 1.7))
+            else:
+                self.then(echo, delay_s=SERVICE_S)
+            return await super().post(call, timeout_s)
+
+    stand = Stand(Slow("e0", slots), max_batch=max_batch, dead_letters=Letters(), random_share=lambda: 0.5)
+    began = stand.clock()
+
+    async def main() -> None:
+        seen = set[tuple[str, str]]()
+        while stand.clock() < began + well_from_s + 4.0:
+            (owner,) = choose.choices("ABC"[: len(weights)], weights)
+            if not (stand.pool.is_down or stand.pool.is_shut_to(owner)):
+                stand.send(b"in", owner)
+            await asyncio.sleep(choose.expovariate(rate))
+            stand.broker.expire(stand.clock())
+            seen |= stand.quarantined.riders
+        await asyncio.sleep(8.0)
+        assert not seen
 
     stand.run(main)

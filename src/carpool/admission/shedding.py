@@ -26,8 +26,8 @@
    have at once are; of each tier in proportion to what was served of it lately, and of each owner as many.
 9. One batch may always wait, however slow the model is: a slot that becomes free must find a full one.
 10. Requests of different lanes share no batch. While several lanes wait, one that joins a batch which is not full comes
-    in: it costs no call. One that opens a lane comes in if it is its owner's only one, or if the calls of all lanes of
-    its tier and above take no longer than it may wait, or than half of that while higher tiers come.
+    in: it costs no call. One that opens a lane comes in if the calls of all lanes of its tier and above, its own among
+    them unless it is its owner's only one, take no longer than it may wait, or half of that while higher tiers come.
 11. A call of many comes in whole or not at all: where its first would come in, and its last would get a slot before its
     time in the queue is over. By thresholds: where there is room for all of them, or nobody waits.
 """
@@ -254,8 +254,9 @@ class LoadShedder:
         may_wait_s = MARGIN * self.queue_s - self.call_s
         if sum(map(self._rate_now, range(tier))) >= 1.0:
             may_wait_s /= 2
-        calls = self._lane_counts[tier]
-        return not lanes.opened_by(owner) or calls * self._batch[tier] <= self.capacity[tier] * may_wait_s
+        # An owner that has a lane leaves room for one of an owner that has none.
+        calls = self._lane_counts[tier] - (not lanes.opened_by(owner))
+        return calls * self._batch[tier] <= self.capacity[tier] * may_wait_s
 
     def _recount_if_due(self, tier: int, now: float) -> None:
         if now >= self._recount_at or (self.headroom[tier] <= 0 and now >= self._counted_at + RECOUNT_S):

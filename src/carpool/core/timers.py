@@ -15,6 +15,8 @@ logger = logging.getLogger("carpool")
 TURN_S = 0.005
 # One that took longer is followed by a rest.
 LONG_TURN_S = 2 * TURN_S
+# However long: the process may have stood still in the middle of it.
+REST_S_MAX = 0.1
 
 
 class Every:
@@ -134,7 +136,7 @@ class SharedTurns:
         too_long_s = self._spent_s - LONG_TURN_S
         if too_long_s > 0.0 and not self._is_resting:
             self._is_resting = True
-            asyncio.get_running_loop().call_later(too_long_s, self._turn)
+            asyncio.get_running_loop().call_later(min(too_long_s, REST_S_MAX), self._turn)
             return
         self._is_resting = False
         self._spent_s = 0.0

@@ -51,7 +51,7 @@ class BisectionRun:
         self.counted: set[str] = set()
         # How many endpoints were asked about a member alone, where it was more than one.
         self.asked: dict[int, int] = {}
-        # Whether it was refused before any call was answered, and no part of it since.
+        # Whether it was refused before an endpoint worked, and no part of it since.
         self.is_unproven = False
         self.under_way = 0
         # Since when it waits for a slot.

@@ -200,9 +200,9 @@ class UpstreamDispatcher:
             result = await self.attempts.send(batch, member, ended)
             result_code = "ok" if isinstance(result, EndpointState) else result.error.code
             failure = DeadlineExceeded("no result in time")  # for those who were dropped because it had passed
-            is_refused = isinstance(result, Failure) and result.refusal.kind == "bisect"
-            if not batch[0].is_quarantined and (is_refused or self._pool.isolation.refused_share):
-                self.isolation.batch_ended(batch, is_refused=is_refused)
+            refused = result if isinstance(result, Failure) and result.refusal.kind == "bisect" else None
+            if not batch[0].is_quarantined and (refused is not None or self._pool.isolation.refused_share):
+                self.isolation.batch_ended(batch, refused)
             if isinstance(result, EndpointState):
                 return
             if result.refusal.kind in ("split", "bisect"):

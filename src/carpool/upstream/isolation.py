@@ -146,12 +146,12 @@ class Isolation:
         """Searches under way."""
         return len(self._cases)
 
-    def batch_ended(self, batch: list[Request], *, is_refused: bool) -> None:
+    def batch_ended(self, batch: list[Request], refused: Failure | None) -> None:
         """A batch of owners who are not quarantined was answered, or refused."""
         isolation = self._pool.isolation
-        isolation.batch_ended(is_refused)
+        isolation.batch_ended(refused is not None)
         if isolation.refused_share >= MOSTLY_REFUSED:
-            self._look_for_common(batch, is_refused=is_refused, is_batch=True)
+            self._look_for_common(batch, refused, is_batch=True)
         elif self._common:
             self._common.forget()
 
@@ -174,7 +174,7 @@ class Isolation:
         else:
             search = Bisection([whole], cut_at=cut_at)
         case = BisectionRun(live, search, failure, self._clock())
-        case.is_unproven = not self._pool.is_proven
+        case.is_unproven = failure.started <= self._pool.works_since
         if failure.refusal.kind == "bisect":
             case.note(whole, failure)
             if failure.refused_too is not None:
@@ -455,7 +455,7 @@ class Isolation:
         case.search.answered(group)
         case.answered_by.add(member)
         case.parts_answered.append(group)
-        self._look_for_common(case.batch[group.first : group.end], is_refused=False, is_batch=False)
+        self._look_for_common(case.batch[group.first : group.end])
         for index in range(group.first, group.end):
             if case.known:
                 self._known_poison.forget(case.known[index])
@@ -465,9 +465,9 @@ class Isolation:
     def _failed(self, case: BisectionRun, group: Slice, result: Failure) -> None:
         members = case.batch[group.first : group.end]
         if result.refusal.kind == "bisect":
-            # What was refused before the first answer counts as a batch when a part of it is refused after it.
-            is_batch = case.is_unproven and self._pool.is_proven
-            self._look_for_common(members, is_refused=True, is_batch=is_batch)
+            # What was refused before an endpoint worked counts as a batch when a part of it is refused after that.
+            is_batch = case.is_unproven and result.started > self._pool.works_since
+            self._look_for_common(members, result, is_batch=is_batch)
             case.is_unproven &= not is_batch
             self._refused(case, group, result)
         elif result.refusal.kind == "split" and group.size > 1:
@@ -563,11 +563,13 @@ class Isolation:
         self._shares.refused(request.lane_key)
         self._give_up(request, input_refused(failure), failure.started)
 
-    def _look_for_common(self, members: list[Request], *, is_refused: bool, is_batch: bool) -> None:
-        if not (self._common or is_batch) or not self._pool.is_proven:
-            return
+    def _look_for_common(
+        self, members: list[Request], refused: Failure | None = None, *, is_batch: bool = False
+    ) -> None:
+        if not (self._common or is_batch) or (refused is not None and refused.started <= self._pool.works_since):
+            return  # of a call that began before any endpoint worked no owner is the reason (rule 8)
         owners = {request.owner for request in members}
-        found = self._common.refused(owners, is_batch=is_batch) if is_refused else self._common.answered(owners)
+        found = self._common.answered(owners) if refused is None else self._common.refused(owners, is_batch=is_batch)
         if found is not None:
             self._common.forget()
             self._pool.isolation.refused_share = 0.0  # the reason for it is gone

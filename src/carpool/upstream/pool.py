@@ -189,6 +189,8 @@ class Pool:
         # When an endpoint answered a call well for the first time. No input can be blamed for what became of a call
         # that began before that (first_contact.py).
         self.proven_at = inf
+        # When the first call began that was answered well, as far as is known: an endpoint worked from then on.
+        self.works_since = inf
         # True while no endpoint may be called: synchronous requests are refused on admission then.
         self.is_down = False
         # How many endpoints work, as far as is known. True while none does: some may be tried with a call at a time.
@@ -356,6 +358,7 @@ class Pool:
         """A call of a lane, which began then, was answered as it should be."""
         member.succeeded += 1
         self.proven_at = min(self.proven_at, self._clock())
+        self.works_since = min(self.works_since, began)
         if member.trouble is not None:
             call_answered(member)
         member.well_at = self._clock()
