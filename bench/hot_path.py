@@ -58,7 +58,7 @@ async def main(profile: cProfile.Profile | None) -> None:
     )
     await process.start()
     spare_the_collector()
-    connections = [Connection(process.gateway.http.state) for _ in range(CONNECTIONS)]
+    connections = [Connection(process.faces.http.state) for _ in range(CONNECTIONS)]
     for connection in connections:
         connection.connection_made(NowhereTransport())
     receiving: list[float] = []

@@ -1,4 +1,4 @@
-"""The batching policies on virtual time: production's broker, loop, dispatcher and pool, one lane, a simulated GPU.
+"""The batching policies on virtual time: production's own engine, one lane, a simulated GPU.
 
     .venv/bin/python bench/policy.py [--quick] [--seed N]
 
@@ -19,22 +19,19 @@ from typing import cast
 from rich.console import Console
 from rich.table import Table
 
-from carpool.batching.loop import BatchLoop
-from carpool.batching.policy import Idle, LaneView, Plan, Policy, PolicyName, Send, make_policy
-from carpool.broker.memory import MemoryBroker
+from carpool.batching.policy import PolicyName
+from carpool.composition.engine import Engine
+from carpool.composition.runtime import Runtime
 from carpool.core.outcome import Outcome, Output
 from carpool.core.request import Request
-from carpool.settings.schema import BatchingSettings, UpstreamSettings
-from carpool.upstream.codecs import JsonCodec
-from carpool.upstream.dispatch import UpstreamDispatcher
-from carpool.upstream.pool import Pool
+from carpool.settings import Model, Settings
+from carpool.settings.schema import BatchingSettings, BrokerSettings, SheddingSettings, UpstreamSettings
+from carpool.upstream.fleet import MakeEndpoint
 from carpool.upstream.simulated import SimulatedEndpoint, SimulationSettings
 from carpool.virtual_time import VirtualClock
 
 MODEL = "m"
 POLICIES = ("fixed", "eager", "adaptive", "pid")
-SETTINGS = BatchingSettings()
-UPSTREAM = UpstreamSettings()
 # Requests that arrive within one turn of the event loop are seen together.
 TURN_S = 0.0001
 
@@ -42,16 +39,6 @@ RATES = (50, 500, 2_000, 5_000, 8_000, 9_500)
 QUIET_RATE_MAX = 2_000
 P99_SLACK_MS = 2.0
 THROUGHPUT_SHARE = 0.995
-
-
-class Eager:
-    """The baseline that never waits."""
-
-    def plan(self, view: LaneView, now: float) -> Plan:
-        return Send(min(view.waiting, view.max_batch), "idle") if view.free else Idle()
-
-    def sent(self, size: int, max_batch: int) -> None:
-        pass
 
 
 @dataclass(frozen=True)
@@ -98,16 +85,22 @@ def draw_arrivals(scenario: Scenario, rng: random.Random) -> list[float]:
 
 
 class Simulation:
-    """One lane through production's broker, loop, dispatcher and pool, to a simulated GPU; driven by one policy."""
+    """Production's own engine with one lane, to a simulated GPU, with one policy."""
 
-    def __init__(self, policy: Policy, scenario: Scenario, arrivals: Sequence[float], seed: int) -> None:
-        self.policy = policy
+    def __init__(self, batching: BatchingSettings, scenario: Scenario, arrivals: Sequence[float], seed: int) -> None:
         self.scenario = scenario
         self.clock = VirtualClock()
         start = self.clock()
         self.arrivals = [start + at for at in arrivals]
         self.seconds = arrivals[-1]
         self.rng = random.Random(seed)
+        self.settings = Settings(
+            model=MODEL,
+            batching=batching,
+            broker=BrokerSettings(waiting_max=len(arrivals)),
+            shedding=SheddingSettings(mode="off"),
+            upstream=UpstreamSettings(endpoints=["sim:"], slots=scenario.slots),
+        )
         self.result = Result()
         self.arrived = 0
 
@@ -116,51 +109,25 @@ class Simulation:
         self.result.waits_ms.sort()
         return self.result
 
-    async def _run(self) -> None:
-        loop, clock, scenario = asyncio.get_running_loop(), self.clock, self.scenario
+    def _endpoints(self, model: Model) -> MakeEndpoint:
+        loop, scenario = asyncio.get_running_loop(), self.scenario
 
         def call_later(seconds: float, callback: Callable[[], None]) -> asyncio.TimerHandle:
             drawn = 1.0 + self.rng.uniform(-scenario.jitter, scenario.jitter)
             return loop.call_later(seconds * drawn, callback)
 
         gpu = SimulationSettings(
-            latency_ms=scenario.service_s * 1000, slots=scenario.slots, max_batch=SETTINGS.max_batch
+            latency_ms=scenario.service_s * 1000, slots=scenario.slots, max_batch=self.settings.batching.max_batch
         )
-        self.broker = MemoryBroker(
-            waiting_max=len(self.arrivals), bytes_max=len(self.arrivals), lanes_max=1, tiers=1, clock=clock
-        )
-        self.pool = Pool([SimulatedEndpoint("sim:", gpu, call_later, clock)], clock, random_share=self.rng.random)
-        self.pool.others_wait = lambda: self.broker.all_waiting(MODEL) > 0
-        dispatcher = UpstreamDispatcher(
-            self.pool,
-            JsonCodec(),
-            self.broker,
-            timeout_s=UPSTREAM.timeout_s,
-            attempts=UPSTREAM.attempts,
-            backoff_s=UPSTREAM.backoff_ms / 1000,
-            model=MODEL,
-            max_batch=lambda: SETTINGS.max_batch,
-            others_waiting=lambda: self.broker.most_waiting(MODEL),
-            all_waiting=lambda: self.broker.all_waiting(MODEL),
-            clock=clock,
-            random_share=self.rng.random,
-        )
-        batching = BatchLoop(
-            MODEL,
-            self.broker,
-            self.pool,
-            dispatcher,
-            self.policy,
-            max_batch=SETTINGS.max_batch,
-            max_wait_s=SETTINGS.max_wait_ms / 1000,
-            clock=clock,
-        )
+        return lambda address: SimulatedEndpoint(address.url, gpu, call_later, self.clock)
+
+    async def _run(self) -> None:
+        self.engine = Engine(Runtime(self.settings, self.clock, self.rng.random, self._endpoints))
+        (self.service,) = self.engine.serving.services
         self.all_settled = asyncio.Event()
         self._await_next_turn()
-        await self.all_settled.wait()
-        await dispatcher.finish(UPSTREAM.timeout_s)
-        self.pool.close()
-        self.result.batches = sum(batching.batches.values())
+        await self.engine.run(self.all_settled.wait())
+        self.result.batches = sum(self.service.loop.batches.values())
 
     def _await_next_turn(self) -> None:
         """Have the requests of the next turn arrive together, when the last of them does."""
@@ -173,13 +140,13 @@ class Simulation:
     def _arrive(self, end: int) -> None:
         for number in range(self.arrived, end):
             at = self.arrivals[number]
-            refusal = self.broker.submit(Request(str(number), MODEL, b"", b"1", 1, 0, at, at, inf, inf, self))
+            refusal = self.engine.admit(Request(str(number), MODEL, b"", b"1", 1, 0, at, at, inf, inf, self))
             assert refusal is None, refusal
         self.arrived = end
         if end < len(self.arrivals):
             self._await_next_turn()
         else:
-            self.result.slots_busy_max_share = self.pool.busy_seconds() / (self.scenario.slots * self.seconds)
+            self.result.slots_busy_max_share = self.service.pool.busy_seconds() / (self.scenario.slots * self.seconds)
 
     def settled(self, request: Request, outcome: Outcome) -> None:
         """Note how long a request waited for its slot."""
@@ -194,13 +161,11 @@ class Simulation:
 def run_one(name: str, scenario: Scenario, seed: int) -> Result:
     """Run one policy; all of them meet the same arrivals and the same draws of service time."""
     arrivals = draw_arrivals(scenario, random.Random(seed))
-    policy: Policy = Eager()
+    # The baseline that never waits.
+    batching = BatchingSettings(policy="fixed", max_wait_ms=0.0)
     if name != "eager":
-        known = cast(PolicyName, name)
-        policy = make_policy(
-            known, slots_busy_max_share=SETTINGS.slots_busy_max_share, fill_target=SETTINGS.fill_target
-        )
-    return Simulation(policy, scenario, arrivals, seed).run()
+        batching = BatchingSettings(policy=cast(PolicyName, name))
+    return Simulation(batching, scenario, arrivals, seed).run()
 
 
 def run_all(workers: Executor, scenario: Scenario, seed: int) -> dict[str, Result]:

@@ -10,11 +10,13 @@ import msgspec
 from carpool.broker.redis.fleet.live import LiveParts
 from carpool.broker.redis.fleet.view import Heartbeat
 from carpool.broker.webhooks.deliverer import Deliverer
-from carpool.composition.batcher import BatcherHalf, make_broker
-from carpool.composition.process import EXPIRY_TICK_S, Process
-from carpool.composition.redis_batcher import RedisBatcherHalf
+from carpool.composition.engine import EXPIRY_TICK_S
+from carpool.composition.faces import Faces
+from carpool.composition.process import Process
+from carpool.composition.redis_admission import RedisAdmission
 from carpool.composition.redis_context import RedisContext
-from carpool.composition.redis_gateway import RedisGatewayHalf
+from carpool.composition.redis_serving import RedisServing
+from carpool.composition.serving import Serving, make_broker
 from carpool.composition.tracking import describe_tracking
 from carpool.composition.webhooks import describe_webhooks, start_webhooks
 from carpool.core.names import Role
@@ -62,7 +64,7 @@ class RedisProcess(Process):
             "role": self.role,
             "name": self.redis_context.name.decode(),
             "models": list(self.runtime.models),
-            "slots": self.batcher.slots_total(),
+            "slots": self.serving.slots_total(),
         }
         host = self.runtime.settings.gateway.admin_host
         logger.info("%s, admin on %s:%d", where, host, self.admin_port, extra={"fields": facts})
@@ -83,14 +85,14 @@ class RedisProcess(Process):
         """What operators see."""
         return Snapshot(
             health=self.redis_context.health(self.mode()),
-            fleet=self.redis_context.fleet(self.batcher),
+            fleet=self.redis_context.fleet(self.serving),
             numbers=(
                 *self.redis_context.describe(),
                 *self.describe(),
                 *describe_tracking(self.tracking),
                 *self.runtime.describe(),
             ),
-            models=self.batcher.describe(),
+            models=self.serving.describe(),
         )
 
     def why_not_ready(self) -> str:
@@ -109,7 +111,7 @@ class RedisGateway(RedisProcess):
         """Plug the stages together, from the back to the front, and listen."""
         runtime, redis_context = self.runtime, await self.meet()
         models = runtime.models.values()
-        self.batcher = BatcherHalf(
+        self.serving = Serving(
             runtime,
             make_broker(runtime),
             redis_context.dead_letters,
@@ -117,31 +119,32 @@ class RedisGateway(RedisProcess):
             # Its endpoints are the batchers' too: while Redis is gone, the gateways share them.
             sharers=redis_context.gateways_last_seen,
         )
-        self.gateway = RedisGatewayHalf(redis_context, self.batcher)
+        self.admission = RedisAdmission(redis_context, self.serving)
+        self.faces = Faces(self.runtime, self.admission)
         redis_context.start()
-        self.batcher.start()
-        self.gateway.watch()
+        self.serving.start()
+        self.admission.watch()
         self.webhooks = start_webhooks(self.runtime, redis_context.outbox)
         runtime.do_every(EXPIRY_TICK_S, self.expire)
-        await redis_context.wait_for_redis(self.gateway.is_connected)
-        await self.gateway.start(self.listening, self.check_ready)
-        self.port = self.gateway.port
+        await redis_context.wait_for_redis(self.admission.is_connected)
+        await self.faces.start(self.listening, self.check_ready)
+        self.port = self.faces.port
         await self.listen_for_operators(redis_context.desk, redis_context.outbox)
         self.say_where(f"serving on {runtime.settings.gateway.host}:{self.port}")
 
     async def drain(self) -> None:
         """Stop taking new work, finish the old, leave. Every step may rely on those before it."""
         self.begin_to_drain()
-        await self.gateway.stop_accepting()
-        await self.gateway.drain()  # batchers answer, or this process's own endpoints
-        await self.batcher.drain()
+        await self.faces.stop_accepting()
+        await self.faces.drain()  # batchers answer, or this process's own endpoints
+        await self.serving.drain()
         await self.leave()
 
     def expire(self) -> None:
         """Look at the deadlines."""
         now = self.runtime.clock()
-        self.gateway.expire(now)
-        self.batcher.expire(now)
+        self.admission.expire(now)
+        self.serving.expire(now)
 
     def check_ready(self, answer: Callable[[str | None], None]) -> None:
         """Ready when Redis answers and a batcher lives, or when it can do the work itself; else the reason why not."""
@@ -149,31 +152,31 @@ class RedisGateway(RedisProcess):
             answer("draining")
         elif self.redis_context.registry.refusal:
             answer(self.redis_context.registry.refusal)
-        elif self.gateway.is_connected():
+        elif self.admission.is_connected():
             answer(None if self.redis_context.registry.view.live_batchers() else "no batcher lives")
-        elif self.batcher.services:
-            self.batcher.try_endpoints(answer)
+        elif self.serving.services:
+            self.serving.try_endpoints(answer)
         else:
             answer(self.why_not_ready())
 
     def find_request(self, request_id: str, answer: FoundRequest) -> None:
         """Tell how a request is: one of this process, a task, or one of another gateway."""
-        self.gateway.find(request_id, answer)
+        self.admission.find(request_id, answer)
 
     def heartbeat(self) -> Heartbeat:
         """What this process tells the others of itself."""
-        return self.gateway.heartbeat()
+        return self.admission.heartbeat()
 
     def mode(self) -> Mode:
         """How requests are served now."""
-        return self.gateway.queue.mode
+        return self.admission.queue.mode
 
     def describe(self) -> tuple[Numbers, ...]:
         """What `/metrics` shows because of the role. What is held in memory came to it in direct mode."""
-        pending, direct = self.gateway.queue.pending, self.batcher.broker
-        shedder = self.gateway.describe(pending.held + direct.held, pending.held_bytes + direct.held_bytes)
+        pending, direct = self.admission.queue.pending, self.serving.broker
+        shedder = self.faces.describe(pending.held + direct.held, pending.held_bytes + direct.held_bytes)
         webhooks = describe_webhooks(self.webhooks)
-        return shedder, self.gateway.describe_cache(), self.gateway.describe_queue(), *webhooks
+        return shedder, self.admission.describe_cache(), self.admission.describe_queue(), *webhooks
 
 
 class RedisBatcher(RedisProcess):
@@ -184,9 +187,9 @@ class RedisBatcher(RedisProcess):
     async def start(self) -> None:
         """Plug the stages together, from the back to the front."""
         redis_context = await self.meet()
-        self.batcher = self.own = RedisBatcherHalf(redis_context)
+        self.serving = self.own = RedisServing(redis_context)
         redis_context.start()
-        self.batcher.start()
+        self.serving.start()
         self.runtime.do_every(EXPIRY_TICK_S, self.expire)
         await redis_context.wait_for_redis(redis_context.are_all_nodes_up)
         self.own.take()
@@ -202,7 +205,7 @@ class RedisBatcher(RedisProcess):
 
     def expire(self) -> None:
         """Look at the deadlines."""
-        self.batcher.expire(self.runtime.clock())
+        self.serving.expire(self.runtime.clock())
 
     def check_ready(self, answer: Callable[[str | None], None]) -> None:
         """Ready when it takes work, and Redis takes its outcomes; else the reason why not."""
@@ -217,11 +220,11 @@ class RedisBatcher(RedisProcess):
 
     def find_request(self, request_id: str, answer: FoundRequest) -> None:
         """Tell how a request is that waits here, or a task."""
-        request = self.batcher.find_waiting(request_id)
+        request = self.serving.find_waiting(request_id)
         if request is None or (request.is_task and request.phase == QUEUED):
             self.redis_context.tell_of_task(request_id, answer)
         else:
-            answer(self.batcher.tell_of(request))
+            answer(self.serving.tell_of(request))
 
     def heartbeat(self) -> Heartbeat:
         """What this process tells the others of itself."""
@@ -244,25 +247,26 @@ class RedisServe(RedisGateway):
     async def start(self) -> None:
         """Plug the stages together, from the back to the front, and listen."""
         redis_context = await self.meet()
-        self.batcher = self.own = RedisBatcherHalf(redis_context)
-        self.gateway = RedisGatewayHalf(redis_context, self.batcher)
+        self.serving = self.own = RedisServing(redis_context)
+        self.admission = RedisAdmission(redis_context, self.serving)
+        self.faces = Faces(self.runtime, self.admission)
         redis_context.start()
-        self.batcher.start()
-        self.gateway.watch()
+        self.serving.start()
+        self.admission.watch()
         self.webhooks = start_webhooks(self.runtime, redis_context.outbox)
         self.runtime.do_every(EXPIRY_TICK_S, self.expire)
-        await redis_context.wait_for_redis(self.gateway.is_connected)
+        await redis_context.wait_for_redis(self.admission.is_connected)
         self.own.take()
-        await self.gateway.start(self.listening, self.check_ready)
-        self.port = self.gateway.port
+        await self.faces.start(self.listening, self.check_ready)
+        self.port = self.faces.port
         await self.listen_for_operators(redis_context.desk, redis_context.outbox)
         self.say_where(f"serving on {self.runtime.settings.gateway.host}:{self.port}")
 
     async def drain(self) -> None:
         """Stop taking new work, finish the old, leave. Every step may rely on those before it."""
         self.begin_to_drain()
-        await self.gateway.stop_accepting()
-        await self.gateway.drain()  # by this process's batches, or by others'
+        await self.faces.stop_accepting()
+        await self.faces.drain()  # by this process's batches, or by others'
         await self.own.drain()
         await self.leave()
 
@@ -272,21 +276,21 @@ class RedisServe(RedisGateway):
             answer("draining")
         elif self.redis_context.registry.refusal:
             answer(self.redis_context.registry.refusal)
-        elif self.gateway.is_connected():
+        elif self.admission.is_connected():
             self.own.check_ready(answer)
         else:
-            self.batcher.try_endpoints(answer)
+            self.serving.try_endpoints(answer)
 
     def heartbeat(self) -> Heartbeat:
         """What this process tells the others of itself."""
-        return msgspec.structs.replace(self.gateway.heartbeat(), models=self.own.heartbeat().models)
+        return msgspec.structs.replace(self.admission.heartbeat(), models=self.own.heartbeat().models)
 
     def describe(self) -> tuple[Numbers, ...]:
         """What `/metrics` shows because of the role. What is held in memory was taken from Redis."""
-        pending = self.gateway.queue.pending
-        shedder = self.gateway.describe(pending.held, pending.held_bytes)
-        queue, consumer = self.gateway.describe_queue(), self.own.describe_consumer()
-        return shedder, self.gateway.describe_cache(), queue, consumer, *describe_webhooks(self.webhooks)
+        pending = self.admission.queue.pending
+        shedder = self.faces.describe(pending.held, pending.held_bytes)
+        queue, consumer = self.admission.describe_queue(), self.own.describe_consumer()
+        return shedder, self.admission.describe_cache(), queue, consumer, *describe_webhooks(self.webhooks)
 
 
 PROCESSES: dict[Role, type[RedisProcess]] = {each.role: each for each in (RedisGateway, RedisBatcher, RedisServe)}

@@ -13,11 +13,11 @@ from carpool.broker.journal import Journal
 from carpool.broker.tasks import Tasks
 from carpool.broker.webhooks.deliverer import Deliverer
 from carpool.broker.webhooks.journal_outbox import JournalOutbox
-from carpool.composition.batcher import BatcherHalf, make_broker
 from carpool.composition.credentials import watch_key_file
-from carpool.composition.gateway import GatewayHalf
-from carpool.composition.process import EXPIRY_TICK_S, Process
-from carpool.composition.shedding import SHEDDER_TICK_S, Ticks, learn_own, let_see, make_shedders, stats_of_tiers
+from carpool.composition.engine import Engine
+from carpool.composition.faces import Faces
+from carpool.composition.process import Process
+from carpool.composition.serving import Serving
 from carpool.composition.tracking import describe_tracking
 from carpool.composition.webhooks import describe_webhooks, start_webhooks
 from carpool.core.snapshot import FleetState, Health, JournalNumbers, OutcomeNumbers, Snapshot, problem_of
@@ -47,40 +47,25 @@ class EmbeddedProcess(Process):
             clock=runtime.clock,
         )
         runtime.opened.push_async_callback(self.journal.close)
-        self.broker = make_broker(runtime)
         dead_letters = DeadLetterBox(self.journal, runtime.settings.dead_letters.synchronous, runtime.clock)
-        self.batcher = BatcherHalf(runtime, self.broker, dead_letters, runtime.models.values())
-        self.batcher.start()
-        self.tasks = Tasks(
-            self.broker,
-            self.journal,
-            prepare=self.batcher.prepare,
-            waiting_max=tasks.waiting_max,
-            capacity_rps=self.batcher.capacity_rps,
-            clock=runtime.clock,
-        )
+        self.engine = Engine(runtime, self._make_tasks, dead_letters)
+        self.serving, self.admission, self.broker = self.engine.serving, self.engine.admission, self.engine.broker
+        self.engine.start()
         named, targets = frozenset(runtime.models), runtime.tier_target_s
         restored = self.tasks.restore(named, lambda tier, now: now + targets[min(tier, len(targets) - 1)])
-        availability = {service.name: service.pool for service in self.batcher.services}
-        shedders = make_shedders(runtime.settings, runtime.models, self.broker.queue_stats)
-        for service in self.batcher.services if shedders else ():
-            let_see(shedders[service.name], [service])
-        self.gateway = GatewayHalf(runtime, self.broker, self.tasks, availability, self.batcher.services, shedders)
-        self._shedder_ticks = Ticks(self.gateway.shedders, runtime.clock)
-        runtime.do_every(SHEDDER_TICK_S, self._update_shedders)
-        if self.gateway.credentials is not None:
-            watch_key_file(runtime, self.gateway.credentials)
-        if self.gateway.coalescer is not None:
-            self.tasks.keep_result = self.gateway.coalescer.keep
-        runtime.do_every(EXPIRY_TICK_S, self.expire)
+        self.faces = Faces(runtime, self.admission)
+        if self.admission.credentials is not None:
+            watch_key_file(runtime, self.admission.credentials)
+        if self.admission.coalescer is not None:
+            self.tasks.keep_result = self.admission.coalescer.keep
         fill = FillWatch(tasks.stored_bytes_max)
         runtime.do_every(LOOK_S, lambda: fill.look(self.journal.unread_bytes, runtime.clock()))
         outbox = JournalOutbox(self.journal)
         self.webhooks = start_webhooks(runtime, outbox)
         if self.webhooks is not None:
             self.tasks.webhook_is_due = self.webhooks.notify
-        await self.gateway.start(self.listening, self.check_ready)
-        self.port = self.gateway.port
+        await self.faces.start(self.listening, self.check_ready)
+        self.port = self.faces.port
         await self.listen_for_operators(
             DeadLetterDesk(
                 self.journal,
@@ -95,7 +80,7 @@ class EmbeddedProcess(Process):
         self.tasks.send_restored()
         if not tasks.journal:
             logger.warning("the journal is off: tasks are kept in memory only and do not survive this process")
-        facts = {"models": list(named), "slots": self.batcher.slots_total(), "restored_tasks": restored}
+        facts = {"models": list(named), "slots": self.serving.slots_total(), "restored_tasks": restored}
         where = (gateway.host, self.port, gateway.admin_host, self.admin_port)
         logger.info("serving on %s:%d, admin on %s:%d", *where, extra={"fields": facts})
 
@@ -103,43 +88,48 @@ class EmbeddedProcess(Process):
         """Stop taking new work, finish the old, leave. Every step may rely on those before it."""
         logger.info("draining")
         self.runtime.draining = True  # readiness turns false
-        await self.gateway.stop_accepting()  # waiting tasks stay in the journal
-        self.batcher.hurry()
-        await self.gateway.drain()
-        await self.batcher.drain()  # batches of tasks
+        await self.faces.stop_accepting()  # waiting tasks stay in the journal
+        self.serving.hurry()
+        await self.faces.drain()
+        await self.engine.drain()  # batches of tasks
         await self.close()
         logger.info("drained")
 
-    def _update_shedders(self) -> None:
-        tiers = len(self.runtime.settings.tiers)
-        for service in self.batcher.services:
-            if (shedder := self.gateway.shedders.get(service.name)) is not None:
-                learn_own(shedder, service, stats_of_tiers(self.broker.queue_stats, service.name, tiers))
-        self._shedder_ticks.tick()
+    def _make_tasks(self, serving: Serving) -> Tasks:
+        tasks = self.runtime.settings.tasks
+        self.tasks = Tasks(
+            serving.broker,
+            self.journal,
+            prepare=serving.prepare,
+            waiting_max=tasks.waiting_max,
+            capacity_rps=serving.capacity_rps,
+            clock=self.runtime.clock,
+        )
+        return self.tasks
 
     def expire(self) -> None:
         """Look at the deadlines."""
-        self.gateway.expire(self.runtime.clock())
+        self.engine.expire()
 
     def check_ready(self, answer: Callable[[str | None], None]) -> None:
         """Ready when an endpoint accepts a connection and this process does not drain; else the reason why not."""
         if self.runtime.draining:
             answer("draining")
         else:
-            self.batcher.try_endpoints(answer)
+            self.serving.try_endpoints(answer)
 
     def find_request(self, request_id: str, answer: FoundRequest) -> None:
         """Tell how a live or recent request is, or a task that is kept."""
-        recent = self.gateway.find_recent(request_id) or self.batcher.find_waiting(request_id)
+        recent = self.admission.find_recent(request_id) or self.serving.find_waiting(request_id)
         if recent is None:
             self.tasks.state(request_id, answer)
         else:
-            answer(self.batcher.tell_of(recent))
+            answer(self.serving.tell_of(recent))
 
     def snapshot(self) -> Snapshot:
         """What operators see."""
-        runtime, batcher, broker, journal = self.runtime, self.batcher, self.broker, self.journal
-        states = batcher.states()
+        runtime, serving, broker, journal = self.runtime, self.serving, self.broker, self.journal
+        states = serving.states()
         problem = problem_of(
             (each.endpoint, each.problem)
             for state in states.values()
@@ -150,9 +140,9 @@ class EmbeddedProcess(Process):
             health=Health(
                 status=runtime.status_with(problem),
                 problem=problem or UNSET,
-                gpu_utilization=round(batcher.utilization(), 4),
+                gpu_utilization=round(serving.utilization(), 4),
                 queue_depth=broker.depth,
-                requests_per_second=round(sum(service.rate for service in batcher.services), 2),
+                requests_per_second=round(sum(service.rate for service in serving.services), 2),
             ),
             fleet=FleetState(models=states),
             numbers=(
@@ -167,8 +157,8 @@ class EmbeddedProcess(Process):
                     dead_letters_kept=journal.counts.dead_letters,
                     dead_letter_bytes=journal.counts.dead_letter_bytes,
                 ),
-                self.gateway.describe(broker.held, broker.held_bytes),
-                self.gateway.describe_cache(),
+                self.faces.describe(broker.held, broker.held_bytes),
+                self.admission.describe_cache(),
                 JournalNumbers(
                     tasks_pending=journal.counts.tasks_pending,
                     results_stored=journal.counts.results,
@@ -182,5 +172,5 @@ class EmbeddedProcess(Process):
                 *describe_tracking(self.tracking),
                 *self.runtime.describe(),
             ),
-            models=batcher.describe(),
+            models=serving.describe(),
         )

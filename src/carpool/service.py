@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("carpool")
 # The session for calls over HTTP, made when the first needs it.
 MakeSession = Callable[[], "aiohttp.ClientSession"]
+# What makes the endpoints of a model, by their addresses; raises OSError or ValueError if they cannot be used.
+EndpointsOf = Callable[[Model], MakeEndpoint]
 
 # Weight of the last second in the rates that are shown.
 RATE_WEIGHT = 0.5
@@ -172,9 +174,9 @@ class ModelService(ModelFace):
     def __init__(
         self,
         model: Model,
-        session: MakeSession,
+        endpoints: EndpointsOf,
         broker: MemoryBroker,
-        dead_letters: DeadLetters,
+        dead_letters: DeadLetters | None,
         quarantined: Quarantine,
         sharers: Callable[[], int] | None = None,
         others: OtherBatchers | None = None,
@@ -187,7 +189,8 @@ class ModelService(ModelFace):
         upstream, batching = model.upstream, model.batching
         # The longest that one attempt takes.
         self.timeout_s = upstream.timeout_s
-        self.fleet = make_fleet(model, session, self.codec.health_path(model.name), clock, random_share)
+        self._endpoints = endpoints
+        self.fleet = make_fleet(model, endpoints(model), self.codec.health_path(model.name), clock, random_share)
         self.pool = self.fleet.pool
         self.dispatcher = UpstreamDispatcher(
             self.pool,
@@ -199,7 +202,7 @@ class ModelService(ModelFace):
             model=model.name,
             dead_letters=dead_letters,
             quarantined=quarantined,
-            max_batch=self.largest_batch,
+            max_batch=batching.max_batch,
             others_waiting=self._others_waiting,
             all_waiting=self._all_waiting,
             when_limit_is_learned=self._limit_is_learned,
@@ -311,9 +314,9 @@ class ModelService(ModelFace):
                 )
         return None
 
-    def prepare_change(self, model: Model, session: MakeSession) -> Endpoints:
+    def prepare_change(self, model: Model) -> Endpoints:
         """The endpoints for `change`. Whatever may fail fails here."""
-        return self.fleet.prepare(addresses(model), endpoint_maker(model, session, self._clock))
+        return self.fleet.prepare(addresses(model), self._endpoints(model))
 
     def change(self, model: Model, prepared: Endpoints) -> tuple[int, int]:
         """Use other endpoints, slots and timeouts from now on; returns how many endpoints came and go."""
@@ -476,7 +479,7 @@ def endpoint_maker(model: Model, session: MakeSession, clock: Clock) -> MakeEndp
 
 def make_fleet(
     model: Model,
-    session: MakeSession,
+    make_endpoint: MakeEndpoint,
     health_path: str | None,
     clock: Clock,
     random_share: Callable[[], float],
@@ -508,4 +511,4 @@ def make_fleet(
             random_share=random_share,
         )
 
-    return Fleet(addresses(model), endpoint_maker(model, session, clock), make_pool, make_watch, clock)
+    return Fleet(addresses(model), make_endpoint, make_pool, make_watch, clock)

@@ -54,7 +54,7 @@ async def test_a_fault_in_one_model_changes_none(tmp_path: Path, caplog: pytest.
         before = endpoints(gateway)
         gateway.reload(load_and_lose_the_token)
         assert endpoints(gateway) == before == {"a": ["sim:?slots=1"], "b": ["sim:?slots=2"]}
-        assert [service.timeout_s for service in gateway.batcher.services] == [3.0, 3.0]
+        assert [service.timeout_s for service in gateway.serving.services] == [3.0, 3.0]
         [said] = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
         assert said.startswith("the configuration was not changed: ") and str(token) in said
 
@@ -64,4 +64,4 @@ async def test_a_fault_in_one_model_changes_none(tmp_path: Path, caplog: pytest.
             "a": ["sim:?slots=3", f"unix:{tmp_path}/model.sock:/infer"],
             "b": ["http://127.0.0.1:1/infer"],
         }
-        assert [service.timeout_s for service in gateway.batcher.services] == [9.0, 3.0]
+        assert [service.timeout_s for service in gateway.serving.services] == [9.0, 3.0]

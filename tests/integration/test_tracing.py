@@ -131,8 +131,8 @@ async def test_a_callers_trace_goes_on_and_the_upstream_gets_the_batchs(
 async def test_over_grpc_too(upstream: ScriptedUpstream, taking: Receiver) -> None:
     metadata = (("traceparent", f"00-{CALLER_TRACE}-{CALLER_SPAN}-01"),)
     async with running("serve", upstream, taking, gateway__grpc_port=0) as process:
-        assert isinstance(process, EmbeddedProcess) and process.gateway.grpc is not None
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{process.gateway.grpc.port}") as channel:
+        assert isinstance(process, EmbeddedProcess) and process.faces.grpc is not None
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{process.faces.grpc.port}") as channel:
             method = channel.unary_unary("/carpool.v1.Inference/Predict")
             await method(field(3, b'"in"'), metadata=metadata)
             with pytest.raises(grpc.RpcError):
@@ -165,8 +165,8 @@ async def test_a_caller_who_is_refused_at_the_door_is_traced_on_every_face(
         for inputs in ("one", ["a", "few"], ["many"] * 300):
             body = json.dumps({"input": inputs}).encode()
             assert (await ask_once(process.port, "POST", "/v1/embeddings", body, ASKED)).status == 503
-        assert isinstance(process, EmbeddedProcess) and process.gateway.grpc is not None
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{process.gateway.grpc.port}") as channel:
+        assert isinstance(process, EmbeddedProcess) and process.faces.grpc is not None
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{process.faces.grpc.port}") as channel:
             with pytest.raises(grpc.RpcError):
                 await channel.unary_unary("/carpool.v1.Inference/Predict")(field(3, b'"in"'), metadata=metadata)
             streamed = field(1, field(1, b"own id") + field(2, field(3, b'"in"')))
@@ -200,8 +200,8 @@ async def test_rows_of_tensors_have_their_callers_trace_and_a_route(
                 body = json.dumps({"inputs": inputs}).encode()
                 answer = await ask_once(process.port, "POST", "/v2/models/mirror/infer", body, ASKED)
                 assert answer.status == status, answer.body
-            assert isinstance(process, EmbeddedProcess) and process.gateway.grpc is not None
-            async with grpc.aio.insecure_channel(f"127.0.0.1:{process.gateway.grpc.port}") as channel:
+            assert isinstance(process, EmbeddedProcess) and process.faces.grpc is not None
+            async with grpc.aio.insecure_channel(f"127.0.0.1:{process.faces.grpc.port}") as channel:
                 asked = message("inference.ModelInferRequest")(model_name="mirror")
                 asked.inputs.add(name="T", datatype="BYTES", shape=[1, 1]).contents.bytes_contents.append(b"c")
                 method = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")

@@ -1,19 +1,17 @@
 """Everything between the door and the endpoints, with the classes of a gateway, in virtual time."""
 
 import asyncio
-import random
 from collections.abc import Callable, Coroutine
-from functools import partial
 from typing import Any
 
 import msgspec
 
-from carpool.batching.loop import BatchLoop
-from carpool.batching.policy import Fixed
-from carpool.broker.memory import MemoryBroker
-from carpool.core.events import Events
+from carpool.composition.runtime import Runtime
+from carpool.composition.serving import Serving, make_broker
 from carpool.core.ports import DeadLetters, OtherBatchers
 from carpool.core.request import Request
+from carpool.settings import Settings
+from carpool.settings.schema import BatchingSettings, BrokerSettings, ModelSettings, UpstreamSettings
 from carpool.testing import (
     FakeClock,
     FakeUpstream,
@@ -24,11 +22,6 @@ from carpool.testing import (
     inputs_of,
     make_request,
 )
-from carpool.upstream.codecs import JsonCodec
-from carpool.upstream.dispatch import UpstreamDispatcher
-from carpool.upstream.pool import Pool
-from carpool.upstream.quarantine import Quarantine
-from carpool.upstream.same import merge_same
 
 SERVICE_S = 0.05
 
@@ -45,7 +38,7 @@ def failing(status: int, mark: bytes = b"bad") -> Callable[[UpstreamCall], Upstr
 
 
 class Stand:
-    """A gateway without a face: a test sends requests to it, and scripts its upstreams."""
+    """The serving half of an engine: a test sends requests to it, and scripts its upstreams."""
 
     def __init__(
         self,
@@ -54,21 +47,25 @@ class Stand:
         dead_letters: DeadLetters | None = None,
         is_cached: bool = False,
         attempts: int = 3,
-        random_share: Callable[[], float] = random.random,
+        random_share: Callable[[], float] = lambda: 0.5,
         others: OtherBatchers | None = None,
         clock: FakeClock | None = None,
     ) -> None:
         self.clock = clock or FakeClock()
         self.upstreams = upstreams
         self.witness = Witness()
-        self.quarantined = Quarantine()
-        self.events = Events()
-        self._max_batch = max_batch
+        by_name = {f"http://gpu-{number}/": upstream for number, upstream in enumerate(upstreams)}
+        settings = Settings(
+            model="m",
+            models={"m": ModelSettings(cache=is_cached)},
+            batching=BatchingSettings(policy="fixed", max_batch=max_batch, max_wait_ms=5.0),
+            broker=BrokerSettings(waiting_max=1000, lanes_max=9),
+            upstream=UpstreamSettings(endpoints=list(by_name), attempts=attempts, backoff_ms=50.0),
+        )
+        self.runtime = Runtime(settings, self.clock, random_share, lambda model: lambda address: by_name[address.url])
+        self.quarantined, self.events = self.runtime.quarantined, self.runtime.events
         self._dead_letters = dead_letters
-        self._merge = partial(merge_same, is_owned=False) if is_cached else None
-        self._attempts = attempts
-        self._random_share = random_share
-        self._others = others
+        self._others = {} if others is None else {"m": others}
         self._serial = 0
 
     def run(self, main: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -82,50 +79,17 @@ class Stand:
     async def finish(self) -> None:
         """Wait for what is under way."""
         await self.dispatcher.finish(60.0)
-        self.pool.close()
+        await self.runtime.close()
 
     def start(self) -> None:
-        """Plug the parts together."""
-        self.broker = MemoryBroker(
-            waiting_max=1000,
-            bytes_max=10**6,
-            lanes_max=9,
-            tiers=1,
-            quarantined=self.quarantined,
-            events=self.events,
-            clock=self.clock,
-        )
-        self.pool = Pool(self.upstreams, self.clock, random_share=lambda: 0.5)
-        self.pool.others_wait = lambda: self.broker.all_waiting("m") > 0
-        self.dispatcher = UpstreamDispatcher(
-            self.pool,
-            JsonCodec(),
-            self.broker,
-            timeout_s=3.0,
-            attempts=self._attempts,
-            backoff_s=0.05,
-            model="m",
-            quarantined=self.quarantined,
-            dead_letters=self._dead_letters,
-            max_batch=lambda: self._max_batch,
-            others_waiting=lambda: self.broker.most_waiting("m"),
-            all_waiting=lambda: self.broker.all_waiting("m"),
-            merge=self._merge,
-            others=self._others,
-            events=self.events,
-            clock=self.clock,
-            random_share=self._random_share,
-        )
-        BatchLoop(
-            "m",
-            self.broker,
-            self.pool,
-            self.dispatcher,
-            Fixed(),
-            max_batch=self._max_batch,
-            max_wait_s=0.005,
-            clock=self.clock,
-        )
+        """Begin to serve."""
+        runtime = self.runtime
+        self.broker = make_broker(runtime)
+        models = runtime.models.values()
+        serving = Serving(runtime, self.broker, self._dead_letters, models, others=self._others)
+        (service,) = serving.services
+        self.pool, self.dispatcher = service.pool, service.dispatcher
+        serving.start()
 
     def send(
         self, value: bytes, owner: str, is_task: bool = False, timeout_s: float = 4.0, *, is_same: bool = False

@@ -3,31 +3,30 @@
 import asyncio
 from collections import Counter, defaultdict
 from collections.abc import Callable, Coroutine
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from carpool.admission.gate import Gate
-from carpool.admission.shedding import LoadShedder, TierRule
-from carpool.batching.loop import BatchLoop
-from carpool.batching.policy import Fixed
-from carpool.broker.memory import MemoryBroker
-from carpool.composition.shedding import SHEDDER_TICK_S, learn_own
+from carpool.composition.engine import Engine
+from carpool.composition.runtime import Runtime
 from carpool.core.errors import CarpoolError
 from carpool.core.outcome import Outcome
 from carpool.core.request import Request
+from carpool.settings import Model, Settings
+from carpool.settings.schema import BatchingSettings, BrokerSettings, UpstreamSettings
 from carpool.testing import FakeClock, FakeUpstream, UpstreamCall, UpstreamResponse, echo, inputs_of, make_request
-from carpool.upstream.codecs import JsonCodec
-from carpool.upstream.dispatch import UpstreamDispatcher
-from carpool.upstream.pool import Pool
-from carpool.upstream.quarantine import Quarantine
+from carpool.upstream.fleet import MakeEndpoint
 
 ENTERPRISE, PAID, FREE = range(3)
-TIERS = [TierRule(0.05, 1.0, "enterprise"), TierRule(0.15, 0.5, "paid"), TierRule(0.5, 0.25, "free")]
 # 320 requests a second. One that waits for the call that runs, and for its own, needs up to two.
 CALL_S, BATCH, QUEUE_S = 0.2, 64, 2.0
 USUAL_S = 2 * CALL_S + 0.02
+SETTINGS = Settings(
+    model="m",
+    batching=BatchingSettings(policy="fixed", max_batch=BATCH, max_wait_ms=5.0),
+    broker=BrokerSettings(queue_timeout_s=QUEUE_S, lanes_max=64),
+    upstream=UpstreamSettings(endpoints=["http://gpu/"], slots=1),
+)
 
 
 class SlowEndpoint(FakeUpstream):
@@ -52,70 +51,24 @@ class Scene:
     def run(self, main: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Start it, warm it up, and wait for what is under way at the end."""
 
-        async def started() -> None:
-            self._start()
-            ticks = asyncio.get_running_loop().create_task(self._ticks())
+        async def load() -> None:
             for _ in range(10):
                 self.send("warm")
                 await asyncio.sleep(0.3)
             await asyncio.sleep(1.5)
             await main()
             await asyncio.sleep(5.0)
-            ticks.cancel()
-            await self._dispatcher.finish(60.0)
-            self._pool.close()
+
+        async def started() -> None:
+            self._engine = Engine(Runtime(SETTINGS, self.clock, lambda: 0.5, self._endpoints))
+            await self._engine.run(load())
 
         self.clock.run(started())
 
-    def _start(self) -> None:
-        clock, quarantined = self.clock, Quarantine()
-        self._broker = MemoryBroker(
-            waiting_max=10_000, bytes_max=10**9, lanes_max=64, tiers=3, quarantined=quarantined, clock=clock
-        )
+    def _endpoints(self, model: Model) -> MakeEndpoint:
         endpoint = SlowEndpoint("gpu", 1)
         endpoint.input_s = self._input_s
-        self._pool = Pool([endpoint], clock, random_share=lambda: 0.5)
-        self._pool.others_wait = lambda: self._broker.all_waiting("m") > 0
-        self._dispatcher = UpstreamDispatcher(
-            self._pool,
-            JsonCodec(),
-            self._broker,
-            timeout_s=3.0,
-            attempts=3,
-            backoff_s=0.05,
-            model="m",
-            quarantined=quarantined,
-            max_batch=lambda: BATCH,
-            others_waiting=lambda: self._broker.most_waiting("m"),
-            all_waiting=lambda: self._broker.all_waiting("m"),
-            clock=clock,
-            random_share=lambda: 0.5,
-        )
-        self._loop = BatchLoop(
-            "m", self._broker, self._pool, self._dispatcher, Fixed(), max_batch=BATCH, max_wait_s=0.005, clock=clock
-        )
-        self._shedder = LoadShedder(TIERS, self._stats_by_tier(), queue_s=QUEUE_S)
-        nothing: Any = None
-        self._gate = Gate(self._broker, nothing, {"m": self._pool}, lowest_tier=FREE, shedders={"m": self._shedder})
-
-    def _service(self) -> Any:
-        return SimpleNamespace(
-            loop=self._loop,
-            capacity_rps=lambda: self._loop.capacity_rps(1),
-            fleet=SimpleNamespace(healthy_slots=lambda: 1),
-            lane_counts=lambda: self._broker.lane_counts("m", BATCH),
-        )
-
-    def _stats_by_tier(self) -> list[Any]:
-        return [self._broker.queue_stats("m", tier) for tier in range(3)]
-
-    async def _ticks(self) -> None:
-        while True:
-            for _ in range(10):
-                await asyncio.sleep(SHEDDER_TICK_S / 10)
-                self._broker.expire(self.clock())
-            learn_own(self._shedder, self._service(), self._stats_by_tier())
-            self._shedder.tick(SHEDDER_TICK_S, self.clock())
+        return lambda address: endpoint
 
     def send(
         self, name: str, tier: int = FREE, *, owner: str = "", timeout_s: float = 0.0, parameters: bytes = b""
@@ -135,14 +88,14 @@ class Scene:
             Client(),
             now=self.clock(),
             tier=tier,
-            target_s=TIERS[tier].target_s,
+            target_s=SETTINGS.tiers[tier].target_ms / 1000,
             queue_timeout_s=QUEUE_S,
             total_timeout_s=timeout_s or 4.0,
             own_timeout_s=timeout_s,
             owner=owner or name,
             parameters=parameters,
         )
-        if (refusal := self._gate.admit(request)) is not None:
+        if (refusal := self._engine.admit(request)) is not None:
             self.outcomes[name][type(refusal).__name__] += 1
 
     async def send_steadily(

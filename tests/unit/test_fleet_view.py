@@ -20,7 +20,7 @@ from carpool.broker.redis.fleet.view import (
     fleet_state,
     read_view,
 )
-from carpool.composition.redis_gateway import OTHERS_FIRST_MAX, OTHERS_FIRST_S, FleetAvailability
+from carpool.composition.redis_admission import OTHERS_FIRST_MAX, OTHERS_FIRST_S, FleetAvailability
 from carpool.core.errors import (
     BrokerDown,
     CarpoolError,

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from functools import partial
 
 import aiohttp
 import pytest
@@ -11,7 +12,7 @@ from carpool.core.clock import monotonic
 from carpool.core.errors import CarpoolError, InputRefused, InternalError, QueueFull, UpstreamFailed
 from carpool.core.outcome import Output
 from carpool.core.request import Request
-from carpool.service import ModelService
+from carpool.service import ModelService, endpoint_maker
 from carpool.settings import Settings, models_of
 from carpool.settings.schema import BatchingSettings, UpstreamSettings
 from carpool.testing import FakeUpstream, UpstreamCall, UpstreamResponse, Witness, echo, inputs_of, make_request
@@ -343,11 +344,6 @@ def test_a_defect_at_the_end_of_a_search_leaves_nobody_without_an_outcome() -> N
 # With all that a gateway has around them.
 
 
-class NoLetters:
-    def bury(self, request: Request, error: CarpoolError, sends: int) -> None:
-        """Nobody looks at them here."""
-
-
 class ServiceStand:
     """A model of a gateway, with a simulated GPU of two slots."""
 
@@ -361,7 +357,13 @@ class ServiceStand:
         self.quarantined = Quarantine()
         self.broker = MemoryBroker(waiting_max=99, bytes_max=9999, lanes_max=9, tiers=1, quarantined=self.quarantined)
         [model] = models_of(settings).values()
-        self.service = ModelService(model, lambda: session, self.broker, NoLetters(), self.quarantined)
+        self.service = ModelService(
+            model,
+            partial(endpoint_maker, session=lambda: session, clock=monotonic),
+            self.broker,
+            None,
+            self.quarantined,
+        )
         self.pool = self.service.pool
         self._serial = 0
 

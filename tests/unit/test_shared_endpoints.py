@@ -1,19 +1,15 @@
 """Gateways without Redis call the same endpoints, each its share of the slots: what they can serve is a share too."""
 
+from functools import partial
+
 import aiohttp
 
 from carpool.broker.memory import MemoryBroker
-from carpool.core.errors import CarpoolError
-from carpool.core.request import Request
-from carpool.service import ModelService
+from carpool.core.clock import monotonic
+from carpool.service import ModelService, endpoint_maker
 from carpool.settings import Settings, models_of
 from carpool.settings.schema import UpstreamSettings
 from carpool.upstream.quarantine import Quarantine
-
-
-class NoLetters:
-    def bury(self, request: Request, error: CarpoolError, sends: int) -> None:
-        """Nobody looks at them here."""
 
 
 async def test_the_door_of_one_of_four_does_not_count_on_what_the_others_use() -> None:
@@ -22,7 +18,8 @@ async def test_the_door_of_one_of_four_does_not_count_on_what_the_others_use() -
     [model] = models_of(settings).values()
     async with aiohttp.ClientSession() as session:
         gateways = 1
-        service = ModelService(model, lambda: session, broker, NoLetters(), Quarantine(), lambda: gateways)
+        endpoints = partial(endpoint_maker, session=lambda: session, clock=monotonic)
+        service = ModelService(model, endpoints, broker, None, Quarantine(), lambda: gateways)
         of_all = service.capacity_rps()
         gateways = 4
         assert of_all > 0.0

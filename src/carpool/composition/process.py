@@ -10,10 +10,10 @@ from typing import ClassVar
 
 import msgspec
 
-from carpool.composition.batcher import BatcherHalf
-from carpool.composition.gateway import close_server
+from carpool.composition.faces import close_server
 from carpool.composition.live import Watch, lanes_of
 from carpool.composition.runtime import Runtime
+from carpool.composition.serving import Serving
 from carpool.composition.tracking import look_up_ended, start_tracking
 from carpool.core.clock import Clock, monotonic
 from carpool.core.events import Events
@@ -35,9 +35,6 @@ from carpool.upstream.fleet import Endpoints
 
 logger = logging.getLogger("carpool")
 
-# How often deadlines are looked at.
-EXPIRY_TICK_S = 0.01
-
 
 class Process(ABC):
     """What a command starts. Each role has its own; all have models, if only none, and an admin port."""
@@ -51,7 +48,7 @@ class Process(ABC):
         # 0 where no clients are served.
         self.port = 0
         self.admin_port = 0
-        self.batcher: BatcherHalf
+        self.serving: Serving
         # None: nothing is kept of what became of requests.
         self.tracking: Recorder | None = None
         self.watch = Watch(self.runtime, self.snapshot, self.lanes, self.role)
@@ -101,7 +98,7 @@ class Process(ABC):
 
     def lanes(self) -> list[LaneWaiting]:
         """The lanes in which requests wait in this process, for the live page."""
-        return lanes_of(self.batcher.broker, [service.name for service in self.batcher.services])
+        return lanes_of(self.serving.broker, [service.name for service in self.serving.services])
 
     async def close(self) -> None:
         """Give up everything that was opened."""
@@ -145,10 +142,10 @@ class Process(ABC):
             settings = load()
             named = models_of(settings)
             changes = [prepare(settings) for prepare in runtime.reloads]
-            for service in self.batcher.services:
+            for service in self.serving.services:
                 if service.name in named:
                     model = named[service.name]
-                    prepared.append((service, model, service.prepare_change(model, runtime.session)))
+                    prepared.append((service, model, service.prepare_change(model)))
         except Exception as fault:  # whatever it is, this process goes on
             for service, _, endpoints in prepared:
                 service.fleet.give_up(endpoints)

@@ -31,8 +31,8 @@ from carpool.broker.redis.gateway.tasks import RedisTasks
 from carpool.broker.redis.gateway.webhooks import RedisOutbox
 from carpool.broker.redis.keys import Keys, line_name
 from carpool.broker.redis.redis_ops import EndedTask, RedisOps
-from carpool.composition.batcher import BatcherHalf
 from carpool.composition.runtime import Runtime
+from carpool.composition.serving import Serving
 from carpool.composition.shedding import queue_timeout_s
 from carpool.core.errors import CarpoolError
 from carpool.core.names import Role
@@ -191,7 +191,7 @@ class RedisContext:
             problem=found,
         )
 
-    def fleet(self, own: BatcherHalf) -> FleetState:
+    def fleet(self, own: Serving) -> FleetState:
         """The whole fleet; while Redis is away, the endpoints that this process has."""
         view = self.registry.view
         if self.registry.is_fresh():

@@ -1,8 +1,10 @@
 """What all parts of a process stand on, and how it gives up what was opened."""
 
 import asyncio
+import random
 from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from carpool.composition.tracing import start_tracing
@@ -13,6 +15,7 @@ from carpool.core.request import Request
 from carpool.core.snapshot import Numbers, Status
 from carpool.core.timeline import COMPANY_S_MAX
 from carpool.core.timers import Every
+from carpool.service import EndpointsOf, endpoint_maker
 from carpool.settings import Settings, models_of
 from carpool.telemetry.tracer import Tracer
 from carpool.upstream.quarantine import Quarantine
@@ -26,12 +29,21 @@ Value = TypeVar("Value")
 class Runtime:
     """Settings, clock and events of a process; timers and background work that end with it."""
 
-    def __init__(self, settings: Settings, clock: Clock = monotonic) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        clock: Clock = monotonic,
+        random_share: Callable[[], float] = random.random,
+        # Else those that the addresses name.
+        endpoints: EndpointsOf | None = None,
+    ) -> None:
         self.settings = settings
         self.models = models_of(settings)
         # What each tier adds to the time of a request for its place in the order.
         self.tier_target_s = tuple(tier.target_ms / 1000 for tier in settings.tiers)
         self.clock = clock
+        self.random_share = random_share
+        self.endpoints = endpoints or partial(endpoint_maker, session=self.session, clock=clock)
         # What happens to requests, for those who subscribe.
         self.events = Events()
         # Where their time went.

@@ -50,7 +50,7 @@ class UpstreamDispatcher:
         budget: RetryBudget | None = None,
         dead_letters: DeadLetters | None = None,
         quarantined: Quarantine | None = None,
-        max_batch: Callable[[], int] = lambda: 64,
+        max_batch: int = 64,
         others_waiting: Callable[[], int] = lambda: 0,
         all_waiting: Callable[[], int] | None = None,
         when_limit_is_learned: Callable[[EndpointState], None] = lambda member: None,

@@ -91,7 +91,7 @@ class Isolation:
         quarantined: Quarantine,
         known_poison: KnownPoison,
         give_up: GiveUp,
-        max_batch: Callable[[], int],
+        max_batch: int,
         when_limit_is_learned: Callable[[EndpointState], None],
         others_waiting: Callable[[], int],
         all_waiting: Callable[[], int],
@@ -304,7 +304,7 @@ class Isolation:
                     continue
             wish = self._wish(case, group)
             # While nothing is answered, the oldest is brought to its end: that tells of the endpoints.
-            unresolved = case.search.unresolved if is_alive else self._max_batch()
+            unresolved = case.search.unresolved if is_alive else self._max_batch
             if best is not None and unresolved <= best[0]:
                 continue
             # Where the wish of one is not to be had, another may be content with what there is.
@@ -330,7 +330,7 @@ class Isolation:
         """
         if case.batch[0].is_quarantined:
             return self._apart_goes_before()
-        unresolved, max_batch = case.search.unresolved, self._max_batch()
+        unresolved, max_batch = case.search.unresolved, self._max_batch
         batches = OTHERS_BATCHES - self._batches_missed(member)
         if self._others_worth() < batches * max_batch + unresolved * WORTH:
             return True
@@ -363,7 +363,7 @@ class Isolation:
         self._others_went = self._others_went or not is_quarantined
 
     def _apart_goes_before(self) -> bool:
-        few_wait = self._others_worth() < OTHERS_SHARE_QUARANTINED * self._max_batch()
+        few_wait = self._others_worth() < OTHERS_SHARE_QUARANTINED * self._max_batch
         return few_wait or self._quarantined_is_due()
 
     def _quarantined_is_due(self) -> bool:
@@ -371,7 +371,7 @@ class Isolation:
         return self._clock() - self._quarantined_at > STARVED_QUARANTINED_S
 
     def _few_wait(self) -> bool:
-        return self._all_waiting() < FEW_SHARE * self._max_batch()
+        return self._all_waiting() < FEW_SHARE * self._max_batch
 
     def _others_worth(self) -> float:
         """How many of those who wait would be answered by the next batch, if there were room for all."""
@@ -484,7 +484,7 @@ class Isolation:
     def _refused(self, case: BisectionRun, group: Slice, result: Failure) -> None:
         case.note(group, result)
         share = self._shares.share(case.batch[0].lane_key)
-        clears = self._is_alive(case) and may_clear(share, self._max_batch())
+        clears = self._is_alive(case) and may_clear(share, self._max_batch)
         cleared = case.search.refused(group, clears=clears)
         if cleared is not None:
             self._put_back(case.batch[cleared.first : cleared.end])

@@ -1,7 +1,7 @@
 """One by one beside carpool, on the same arrivals: latencies, and how many GPUs each needs. Everything is computed.
 
 One by one, each request has a GPU for itself for the time of a call; those who come while all are busy wait in one
-line. Carpool is production's own broker, loop, policy and pool, on virtual time. A GPU takes as long for a whole batch
+line. Carpool is production's own engine, on virtual time. A GPU takes as long for a whole batch
 as for one input, as GPUs do, about, as long as a batch does not fill them.
 """
 
@@ -13,20 +13,19 @@ from random import Random
 
 import msgspec
 
-from carpool.batching.loop import BatchLoop
-from carpool.batching.policy import PolicyName, make_policy
-from carpool.broker.memory import MemoryBroker
+from carpool.batching.policy import PolicyName
+from carpool.composition.engine import Engine
+from carpool.composition.runtime import Runtime
 from carpool.core.outcome import Outcome
 from carpool.core.request import Request
-from carpool.settings.schema import BatchingSettings, UpstreamSettings
-from carpool.upstream.codecs import JsonCodec
-from carpool.upstream.dispatch import UpstreamDispatcher
-from carpool.upstream.pool import Pool
+from carpool.settings import Model, Settings
+from carpool.settings.schema import BatchingSettings, BrokerSettings, SheddingSettings, UpstreamSettings
+from carpool.upstream.fleet import MakeEndpoint
 from carpool.upstream.simulated import SimulatedEndpoint, SimulationSettings
 from carpool.virtual_time import VirtualClock
 
 MODEL = "m"
-BATCHING, UPSTREAM = BatchingSettings(), UpstreamSettings()
+BATCHING = BatchingSettings()
 # What a fleet must hold to be enough.
 P99_MS_MAX = 500.0
 # Arrivals of so long, but no more than so many: it is to be there within a second or two.
@@ -154,16 +153,19 @@ def rate_of(arrivals: Sequence[float]) -> float:
 
 
 class Ride:
-    """One lane through production's broker, loop, dispatcher and pool, to simulated GPUs, on virtual time."""
+    """Production's own engine, to simulated GPUs, on virtual time."""
 
     def __init__(self, arrivals: Sequence[float], gpus: int, latency_ms: float, policy: PolicyName) -> None:
         self._clock = VirtualClock()
         self._arrivals = [self._clock() + at for at in arrivals]
-        self._gpu = SimulationSettings(latency_ms=latency_ms, max_batch=BATCHING.max_batch)
-        self._gpus = gpus
-        self._policy = make_policy(
-            policy, slots_busy_max_share=BATCHING.slots_busy_max_share, fill_target=BATCHING.fill_target
+        self._settings = Settings(
+            model=MODEL,
+            batching=BatchingSettings(policy=policy),
+            broker=BrokerSettings(waiting_max=len(arrivals)),
+            shedding=SheddingSettings(mode="off"),
+            upstream=UpstreamSettings(endpoints=[f"http://gpu-{number}/" for number in range(gpus)]),
         )
+        self._gpu = SimulationSettings(latency_ms=latency_ms, max_batch=BATCHING.max_batch)
         self._latencies = [0.0] * len(arrivals)
         self._settled = 0
         self._arrived = 0
@@ -174,42 +176,20 @@ class Ride:
         self._clock.run(self._run())
         return self._latencies
 
+    def _endpoints(self, model: Model) -> MakeEndpoint:
+        return lambda address: SimulatedEndpoint(address.url, self._gpu, clock=self._clock)
+
     async def _run(self) -> None:
-        clock, random, count = self._clock, Random(1), len(self._arrivals)
-        self._broker = MemoryBroker(waiting_max=count, bytes_max=count, lanes_max=1, tiers=1, clock=clock)
-        endpoints = [SimulatedEndpoint(f"sim:{number}", self._gpu, clock=clock) for number in range(self._gpus)]
-        pool = Pool(endpoints, clock, random_share=random.random)
-        dispatcher = UpstreamDispatcher(
-            pool,
-            JsonCodec(),
-            self._broker,
-            timeout_s=UPSTREAM.timeout_s,
-            attempts=UPSTREAM.attempts,
-            backoff_s=UPSTREAM.backoff_ms / 1000,
-            model=MODEL,
-            clock=clock,
-            random_share=random.random,
-        )
-        loop = BatchLoop(
-            MODEL,
-            self._broker,
-            pool,
-            dispatcher,
-            self._policy,
-            max_batch=BATCHING.max_batch,
-            max_wait_s=BATCHING.max_wait_ms / 1000,
-            clock=clock,
-        )
+        self._engine = Engine(Runtime(self._settings, self._clock, Random(1).random, self._endpoints))
         self._all_settled = asyncio.Event()
         asyncio.get_running_loop().call_at(self._arrivals[0], self._arrive)
-        await self._all_settled.wait()
-        await dispatcher.finish(UPSTREAM.timeout_s)
-        pool.close()
-        self.batches = sum(loop.batches.values())
+        await self._engine.run(self._all_settled.wait())
+        (service,) = self._engine.serving.services
+        self.batches = sum(service.loop.batches.values())
 
     def _arrive(self) -> None:
         at = self._arrivals[self._arrived]
-        self._broker.submit(Request(str(self._arrived), MODEL, b"", b"1", 1, 0, at, at, inf, inf, self))
+        self._engine.admit(Request(str(self._arrived), MODEL, b"", b"1", 1, 0, at, at, inf, inf, self))
         self._arrived += 1
         if self._arrived < len(self._arrivals):
             asyncio.get_running_loop().call_at(self._arrivals[self._arrived], self._arrive)

@@ -15,7 +15,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from carpool.batching.policy import PolicyName, make_policy
-from carpool.composition.gateway import GatewayHalf
+from carpool.composition.admission import Admission
 from carpool.composition.process import Process
 from carpool.core.errors import Malformed
 from carpool.core.ports import Caller, Peer
@@ -66,10 +66,10 @@ class Gpus(msgspec.Struct, frozen=True):
         return self.count * self.slots * 64 * 1000 / max(1.0, self.latency_ms)
 
 
-class WithGateway(Protocol):
+class WithAdmission(Protocol):
     """A process that has clients."""
 
-    gateway: GatewayHalf
+    admission: Admission
 
 
 class DemoPanel:
@@ -98,7 +98,7 @@ class DemoPanel:
             b"Bearer " + key.encode(): Caller(f"demo-{tier.name}", number, is_anonymous=False)
             for number, (key, tier) in enumerate(zip(self._keys, tiers, strict=True))
         }
-        intake = cast(WithGateway, process).gateway.intake
+        intake = cast(WithAdmission, process).admission.intake
         identify = intake.identify
 
         def identify_load(headers: dict[bytes, bytes], peer: Peer) -> Caller:
@@ -140,7 +140,7 @@ class DemoPanel:
     def _grant(self, wish: PanelChange) -> None:
         if wish.policy is not UNSET:
             batching = self._process.runtime.settings.batching
-            for service in self._process.batcher.services:
+            for service in self._process.serving.services:
                 service.loop.policy = make_policy(
                     wish.policy, slots_busy_max_share=batching.slots_busy_max_share, fill_target=batching.fill_target
                 )
@@ -160,7 +160,7 @@ class DemoPanel:
             self._compare_soon()
 
     def _policy_name(self) -> str:
-        loops = [service.loop for service in self._process.batcher.services]
+        loops = [service.loop for service in self._process.serving.services]
         return type(loops[0].policy).__name__.lower() if loops else ""
 
     def _flood_rps(self) -> float:

@@ -1,4 +1,4 @@
-"""The gateway half over Redis: requests wait there, for batchers of the whole fleet."""
+"""Admission over Redis: requests wait there, for batchers of the whole fleet."""
 
 from functools import partial
 from math import inf
@@ -13,10 +13,10 @@ from carpool.broker.redis.fleet.view import FleetView, Heartbeat
 from carpool.broker.redis.formats import Reply
 from carpool.broker.redis.gateway.queue import RedisQueue
 from carpool.broker.redis.gateway.rates import RedisRateBudget
-from carpool.composition.batcher import BatcherHalf
+from carpool.composition.admission import Admission
 from carpool.composition.credentials import TAKES_KEYS
-from carpool.composition.gateway import GatewayHalf
 from carpool.composition.redis_context import RedisContext
+from carpool.composition.serving import Serving
 from carpool.composition.shedding import (
     SHEDDER_TICK_S,
     SOME_RPS,
@@ -114,10 +114,10 @@ class FleetAvailability:
         return self._has_never_worked
 
 
-class RedisGatewayHalf(GatewayHalf):
-    """A gateway half whose queue is in Redis. What `own` has of endpoints serves requests while Redis is gone."""
+class RedisAdmission(Admission):
+    """Admission into a queue that is in Redis. What `own` has of endpoints serves requests while Redis is gone."""
 
-    def __init__(self, redis_context: RedisContext, own: BatcherHalf) -> None:
+    def __init__(self, redis_context: RedisContext, own: Serving) -> None:
         runtime, broker = redis_context.runtime, redis_context.runtime.settings.broker
         self.redis_context = redis_context
         self._own = own

@@ -1,4 +1,4 @@
-"""The batcher half: models with the loops that send their batches, over a broker of this process."""
+"""Serving: the queue's way out, batching and the upstreams. The engine's second half."""
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping
@@ -39,14 +39,14 @@ def make_broker(runtime: Runtime) -> MemoryBroker:
     )
 
 
-class BatcherHalf:
+class Serving:
     """Sends what waits in a broker of this process. One without models has nothing to do."""
 
     def __init__(
         self,
         runtime: Runtime,
         broker: MemoryBroker,
-        dead_letters: DeadLetters,
+        dead_letters: DeadLetters | None,
         models: Iterable[Model],
         # How many processes share the endpoints, if this one does not have its slots to itself.
         sharers: Callable[[], int] | None = None,
@@ -58,7 +58,7 @@ class BatcherHalf:
         self.services = [
             ModelService(
                 model,
-                runtime.session,
+                runtime.endpoints,
                 broker,
                 dead_letters,
                 runtime.quarantined,
@@ -66,6 +66,7 @@ class BatcherHalf:
                 others.get(model.name),
                 traces=runtime.tracer,
                 clock=runtime.clock,
+                random_share=runtime.random_share,
             )
             for model in models
         ]

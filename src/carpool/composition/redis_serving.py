@@ -1,4 +1,4 @@
-"""The batcher half over Redis: it takes what its slots can use, and writes the outcomes back."""
+"""Serving over Redis: it takes what its slots can use, and writes the outcomes back."""
 
 import asyncio
 import logging
@@ -10,8 +10,8 @@ from carpool.broker.redis.batcher.consumer import Consumer
 from carpool.broker.redis.batcher.elsewhere import BatchersElsewhere
 from carpool.broker.redis.batcher.replies import ReplyWriter
 from carpool.broker.redis.fleet.view import Heartbeat, ModelHeartbeat, endpoint_heartbeat
-from carpool.composition.batcher import BatcherHalf, make_broker
 from carpool.composition.redis_context import RedisContext, late_ms
+from carpool.composition.serving import Serving, make_broker
 from carpool.core.errors import Draining
 from carpool.core.snapshot import RedisBatcherNumbers
 from carpool.service import ModelService
@@ -22,8 +22,8 @@ logger = logging.getLogger("carpool")
 RELEASE_TIMEOUT_S = 2.0
 
 
-class RedisBatcherHalf(BatcherHalf):
-    """A batcher half that is filled from Redis."""
+class RedisServing(Serving):
+    """Serving what is taken from Redis."""
 
     def __init__(self, redis_context: RedisContext) -> None:
         runtime, settings = redis_context.runtime, redis_context.runtime.settings

@@ -1,0 +1,95 @@
+"""The engine on virtual time: the same seed gives the same outcomes, and it takes nothing of the machine's clock."""
+
+import asyncio
+from random import Random
+from typing import NamedTuple
+
+import pytest
+
+from carpool.composition.engine import Engine
+from carpool.composition.runtime import Runtime
+from carpool.core.errors import CarpoolError
+from carpool.core.outcome import Outcome
+from carpool.core.request import Request
+from carpool.settings import Model, Settings
+from carpool.settings.schema import BatchingSettings, UpstreamSettings
+from carpool.testing import ANYBODY, FakeClock, make_request
+from carpool.upstream.fleet import MakeEndpoint
+from carpool.upstream.simulated import SimulatedEndpoint, SimulationSettings
+
+SETTINGS = Settings(
+    model="m",
+    batching=BatchingSettings(max_batch=16),
+    upstream=UpstreamSettings(endpoints=["http://gpu-0/", "http://gpu-1/"]),
+)
+TARGETS_S = [tier.target_ms / 1000 for tier in SETTINGS.tiers]
+
+
+class Ended(NamedTuple):
+    number: int
+    outcome: str
+    seconds: float
+
+
+class Drive:
+    """Twice what two GPUs can do, of three tiers and some owners, one of which sends poison."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = Random(seed)
+        self.clock = FakeClock()
+        self.ended: list[Ended] = []
+
+    def run(self) -> list[Ended]:
+        self.clock.run(self._run())
+        return self.ended
+
+    def settled(self, request: Request, outcome: Outcome) -> None:
+        name = type(outcome).__name__ if isinstance(outcome, CarpoolError) else "ok"
+        self.ended.append(Ended(int(request.id), name, self.clock() - request.arrived))
+
+    def endpoints_of(self, model: Model) -> MakeEndpoint:
+        gpu = SimulationSettings(latency_ms=50, max_batch=16, poison="POISON")
+        return lambda address: SimulatedEndpoint(address.url, gpu, clock=self.clock)
+
+    async def _run(self) -> None:
+        engine = Engine(Runtime(SETTINGS, self.clock, self.random.random, self.endpoints_of))
+        await engine.run(self._load(engine))
+        assert engine.broker.held == 0
+
+    async def _load(self, engine: Engine) -> None:
+        for number in range(3000):
+            tier = self.random.randrange(3)
+            value = b'"POISON %d"' % number if self.random.random() < 0.002 else b'"%d"' % number
+            owner = f"owner {self.random.randrange(5)}"
+            request = make_request(
+                str(number), self, now=self.clock(), value=value, tier=tier, target_s=TARGETS_S[tier], owner=owner
+            )
+            if (refusal := engine.admit(request)) is not None:
+                self.ended.append(Ended(number, type(refusal).__name__, 0.0))
+            await asyncio.sleep(self.random.expovariate(1280.0))
+        await asyncio.sleep(5.0)
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_the_same_seed_gives_the_same_outcomes(seed: int) -> None:
+    once = Drive(seed).run()
+    assert once == Drive(seed).run()
+    assert sorted(ended.number for ended in once) == list(range(3000))  # each has one
+    assert {"ok", "Shed"} <= {ended.outcome for ended in once}
+    assert once != Drive(seed + 10).run()
+
+
+def test_an_engine_without_a_journal_takes_no_tasks() -> None:
+    told: list[object] = []
+
+    async def main() -> None:
+        drive = Drive(1)
+        engine = Engine(Runtime(SETTINGS, drive.clock, drive.random.random, drive.endpoints_of))
+        tasks = engine.admission.tasks
+        tasks.submit(make_request("t", drive, now=drive.clock(), is_task=True), told.append)
+        tasks.look(ANYBODY, "t", 0.0, False, lambda answer: told.append(answer))
+        tasks.delete(ANYBODY, "t", told.append)
+        await engine.runtime.close()
+
+    FakeClock().run(main())
+    assert len(told) == 3 and all(isinstance(each, CarpoolError) for each in told)
