@@ -71,8 +71,11 @@ async def test_malformed_frames(caplog: pytest.LogCaptureFixture) -> None:
             ended += 1
             clients.remove(client)
             client.leave()
+    # On a busy machine some of what was fed still waits for its turn.
+    answers = await neighbour.answers()
     stand.work()
-    assert set(await neighbour.answers()) == set(range(0, FRAMES, 50))
+    answers |= await neighbour.answers()
+    assert set(answers) == set(range(0, FRAMES, 50))
     assert neighbour.why_closed() is None
     for client in (*clients, neighbour):
         client.leave()

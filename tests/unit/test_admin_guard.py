@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from carpool.core.errors import Forbidden, RateLimited, Unauthorized
-from carpool.face.http.admin_guard import LOGIN_S, AdminGuard, mac, name_in
+from carpool.face.http.admin_guard import LOGIN_S, AdminGuard, mac
 from carpool.face.http.guess_pace import OWN_MAX, OWN_S
 
 LOCAL = AdminGuard()
@@ -14,44 +14,10 @@ OPEN = AdminGuard(tokens=["secret", "older"], is_loopback=False)
 HOST = {b"host": b"10.1.2.3"}
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1:8001", "127.9.9.9", "localhost", "LocalHost:8001", "[::1]:8001", "[::1]"])
-def test_loopback_is_known(host: str) -> None:
-    assert LOCAL.refusal(b"GET", {b"host": host.encode()}) is None
-
-
-@pytest.mark.parametrize(
-    "host",
-    [
-        "evil.example",
-        "evil.example:8001",
-        "localhost.evil.example",
-        "10.0.0.1",
-        "127.0.0.1.evil.example",
-        "",
-        "[",
-        "[::1].evil.example",
-        "localhost:evil",
-    ],
-)
-def test_other_names_are_not(host: str) -> None:
-    assert isinstance(LOCAL.refusal(b"GET", {b"host": host.encode()}), Forbidden)
-
-
 def test_a_configured_name_is_known() -> None:
     assert NAMED.refusal(b"GET", {b"host": b"carpool.INTERNAL:8001"}) is None
     assert NAMED.refusal(b"GET", {b"host": b"carpool.internal."}) is None
     assert isinstance(NAMED.refusal(b"GET", {b"host": b"x.carpool.internal"}), Forbidden)
-
-
-def test_beyond_loopback_an_address_will_do_but_no_name() -> None:
-    credential = {b"authorization": b"Bearer secret"}
-    assert OPEN.refusal(b"GET", {b"host": b"10.1.2.3:8001"} | credential) is None
-    assert OPEN.refusal(b"GET", {b"host": b"[fd00::1]:8001"} | credential) is None
-    assert isinstance(OPEN.refusal(b"GET", {b"host": b"evil.example"} | credential), Forbidden)
-
-
-def test_without_host_it_is_no_browser() -> None:
-    assert LOCAL.refusal(b"POST", {}) is None
 
 
 @pytest.mark.parametrize("method", [b"POST", b"DELETE", b"PUT", b"PATCH"])
@@ -61,29 +27,10 @@ def test_another_site_changes_nothing(method: bytes, origin: bytes) -> None:
     assert isinstance(LOCAL.refusal(method, headers), Forbidden)
 
 
-def test_another_site_may_look_where_browsers_let_it_not_read() -> None:
-    assert LOCAL.refusal(b"GET", {b"host": b"127.0.0.1:8001", b"origin": b"https://evil.example"}) is None
-
-
 def test_its_own_page_may_change_things() -> None:
     assert LOCAL.refusal(b"POST", {b"host": b"127.0.0.1:8001", b"origin": b"http://127.0.0.1:8001"}) is None
     headers = {b"host": b"127.0.0.1:8001", b"origin": b"https://carpool.internal"}
     assert NAMED.refusal(b"DELETE", headers) is None
-
-
-def test_the_token_is_wanted_after_that() -> None:
-    assert isinstance(OPEN.refusal(b"GET", {b"host": b"10.1.2.3"}), Unauthorized)
-    assert isinstance(OPEN.refusal(b"GET", {b"host": b"10.1.2.3", b"authorization": b"Bearer wrong"}), Unauthorized)
-
-
-@pytest.mark.parametrize("token", [b"secret", b"older"])
-def test_each_token_is_valid(token: bytes) -> None:
-    assert OPEN.refusal(b"GET", {b"host": b"10.1.2.3", b"authorization": b"Bearer " + token}) is None
-
-
-def test_names() -> None:
-    assert name_in(b" Example.ORG.:80 ") == "example.org"
-    assert name_in(b"[::1]:80") == "::1"
 
 
 def test_a_cookie_stands_for_a_token_until_its_time_is_over() -> None:
@@ -102,13 +49,6 @@ def test_a_cookie_stands_for_a_token_until_its_time_is_over() -> None:
         assert AdminGuard(tokens=["new"], is_loopback=False).refusal(b"GET", host | {b"cookie": cookie}) is not None
         now[0] += LOGIN_S + 1
         assert isinstance(guard.refusal(b"GET", host | {b"cookie": cookie}), Unauthorized)
-
-
-@pytest.mark.parametrize(
-    "cookie", [b"", b"carpool_admin", b"carpool_admin=", b"carpool_admin=9999999999.", b"carpool_admin=x.y"]
-)
-def test_a_made_up_cookie_is_none(cookie: bytes) -> None:
-    assert isinstance(OPEN.refusal(b"GET", {b"host": b"10.1.2.3", b"cookie": cookie}), Unauthorized)
 
 
 def test_the_end_of_a_cookie_cannot_be_moved() -> None:

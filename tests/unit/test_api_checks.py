@@ -67,11 +67,6 @@ def test_outputs_are_the_array_with_one_for_each_input_and_the_usual_name_first(
     assert output_fields(answer, 3) == []
 
 
-def test_what_an_api_says_cannot_drive_the_terminal() -> None:
-    assert heard(b"a\x1b]0;x\x07b\n\tc") == "a\N{REPLACEMENT CHARACTER}]0;x\N{REPLACEMENT CHARACTER}b c"
-    assert heard(b"x" * 10_000) == "x" * HEARD_CHARS_MAX + "…"
-
-
 def test_paths_come_from_openapi() -> None:
     paths = {"/predict": {"post": {}}, "/items/{id}": {"post": {}}, "/health": {"get": {}}, "/odd": 7}
     assert post_paths(body({"paths": paths})) == ["/predict"]

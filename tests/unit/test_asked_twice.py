@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from carpool.broker.asked_twice import COMMON, PLACES, REST_S, TRIAL, TRIAL_S, AskedTwice
+from carpool.broker.asked_twice import COMMON, TRIAL, TRIAL_S, AskedTwice
 from carpool.core.errors import Shed
 from carpool.core.ports import NO_OPTIONS
 from carpool.core.request import Request
@@ -31,43 +31,10 @@ def passes(asked: AskedTwice, number: int, now: float = 1.0, **other: Any) -> bo
 
 
 class TestRests:
-    def test_where_nobody_asks_twice_requests_pass_by(self) -> None:
-        asked = resting()
-        assert all(passes(asked, number) for number in range(1000))
-
     def test_one_that_comes_again_ends_a_rest(self) -> None:
         asked = resting()
         assert passes(asked, 1) and passes(asked, 2)
         assert not passes(asked, 1) and not passes(asked, 3)
-
-    def test_what_only_looks_the_same_is_another(self) -> None:
-        asked = resting()
-        assert passes(asked, 1) and passes(asked, 1, parameters=b"{}") and passes(asked, 1, model="other")
-
-    def test_one_that_was_refused_may_come_again(self) -> None:
-        asked = resting()
-        refused = make_request("", Witness(), now=1.0, value=b"1")
-        assert asked.passes(refused) and asked.passes(refused)
-
-    def test_those_who_are_refused_take_nobodys_place(self) -> None:
-        asked = resting()
-        assert passes(asked, -1)
-        for number in range(20 * PLACES // 16):
-            assert asked.passes(make_request("", Witness(), now=1.0, value=b"%d" % number))
-        assert not passes(asked, -1)
-
-    def test_a_result_that_is_found_ends_it(self) -> None:
-        asked = resting()
-        asked.again()
-        assert not passes(asked, 1)
-
-    def test_then_there_is_another_trial(self) -> None:
-        asked = resting()
-        assert passes(asked, 1, REST_S - 1) and not passes(asked, 2, REST_S)
-        for _ in range(TRIAL):
-            assert not passes(asked, 2, REST_S)
-            asked.kept(REST_S)
-        assert passes(asked, 2, REST_S)
 
     def test_where_little_comes_there_is_no_rest(self) -> None:
         asked = AskedTwice(is_one_of_many=False)
@@ -75,15 +42,6 @@ class TestRests:
             now = 1.01 * TRIAL_S / TRIAL * number
             assert now >= asked.rests_until
             asked.kept(now)
-
-    @given(st.lists(st.integers(1, TRIAL - 1), max_size=5))
-    def test_somebody_who_asks_twice_now_and_then_is_enough(self, numbers: list[int]) -> None:
-        asked = AskedTwice(is_one_of_many=False)
-        for number in numbers:
-            for _ in range(number):
-                asked.kept(0.0)
-            assert not passes(asked, 1)
-            asked.again()
 
     def test_some_of_what_many_processes_get_never_pass(self) -> None:
         one, other = resting(is_one_of_many=True), resting(is_one_of_many=True)
@@ -132,20 +90,6 @@ class TestSeats:
         assert door.coalescer.lookups() == {"hit": 1, "miss": TRIAL + 1, "shared": 0, "passed": 1}
         assert door.counts() == {"ok": TRIAL + 3}
 
-    def test_of_three_in_flight_the_last_shares_a_seat(self) -> None:
-        door = LoadShedder()
-        requests = [door.ask(b'"trend"') for _ in range(3)]
-        batch = door.take()
-        assert len(batch) == 2
-        door.answer(batch)
-        assert [door.outcome(request) for request in requests] == [b'"trend"'] * 3
-        assert (door.coalescer.shared, door.coalescer.held, door.coalescer.queued, door.broker.held) == (1, 0, 0, 0)
-
-    def test_who_leaves_is_sent_to_nobody(self) -> None:
-        door = LoadShedder()
-        door.coalescer.cancel(door.ask(b'"left"'))
-        assert door.take() == [] and door.broker.held == 0
-
     def test_a_retry_of_what_was_refused_asks_for_nothing_twice(self) -> None:
         door = LoadShedder()
         door.refusal = Shed("too much")
@@ -171,64 +115,11 @@ class TestSeats:
         assert (door.coalescer.held, door.coalescer.held_bytes, door.coalescer.queued) == (0, 0, 0)
         assert door.counts()["ok"] == TRIAL + 2
 
-    def test_who_shares_a_seat_that_was_open_before_is_not_shed(self) -> None:
-        door = CoalescerStand()
-        first = door.ask(b'"slow"')
-        batch = door.take()
-        for number in range(TRIAL):
-            door.ask(b"%d" % number)
-            door.answer(door.take())
-        door.refusal = Shed("too much")
-        second = door.ask(b'"slow"')
-        door.answer(batch)
-        assert [door.outcome(request) for request in (first, second)] == [b'"slow"'] * 2
-        assert (door.coalescer.held, door.coalescer.queued, door.broker.held) == (0, 0, 0)
-
-    def test_what_was_refused_and_looked_for_is_judged_anew_for_those_who_share_it(self) -> None:
-        far = FarAway()
-        door = LoadShedder(far)
-        value = next(value for value in map(b'"n%d"'.__mod__, range(99)) if crc32(value) % COMMON)
-        door.refusal = Shed("too much")
-        first = door.ask(value, tier=2)
-        door.refusal = None
-        second, third = door.ask(value, tier=1), door.ask(value, tier=0)
-        while far.asked:
-            far.answer()
-        door.answer(door.take())
-        outcomes = [door.outcome(request) for request in (first, second, third)]
-        assert outcomes == [value] * 3
-        assert (door.coalescer.held, door.coalescer.held_bytes, door.coalescer.queued, door.broker.held) == (0, 0, 0, 0)
-
     def test_what_was_kept_before_is_found_by_the_second(self) -> None:
         door = LoadShedder()
         for hits in (0, 1):
             door.compute(b"%d" % (TRIAL - 1))
             assert door.coalescer.hits == hits
-
-    def test_those_far_away_are_asked_only_when_somebody_asks_twice(self) -> None:
-        far = FarAway()
-        door = LoadShedder(far)
-        values = [b'"%d"' % number for number in range(1000)]
-        door.compute(*values)
-        kept = {output.value for output in far.kept.values()}
-        passed = [value for value in values if value not in kept]
-        assert len(passed) > 0.8 * len(values)
-        # The last one: nobody has taken its place since.
-        door.compute(passed[-1], *(b'"new %d"' % number for number in range(100)))
-        kept = {output.value for output in far.kept.values()}
-        assert passed[-1] in kept and b'"new 99"' in kept
-
-    def test_a_call_with_two_that_are_the_same_takes_one_seat_for_both(self) -> None:
-        door = LoadShedder()
-        requests = [
-            make_request(name, door.witness, now=door.now, value=name[:1].encode()) for name in ("a1", "b", "a2")
-        ]
-        needing: list[Request] = []
-        door.coalescer.needing(requests, NO_OPTIONS, needing.extend)
-        assert [request.id for request in needing] == ["a1", "b"]
-        for request in requests:
-            assert door.coalescer.ask(request, NO_OPTIONS) is None
-        assert len(door.take()) == 2
 
     def test_a_call_that_finds_a_result_is_judged_as_it_is_sent(self) -> None:
         door = LoadShedder()
@@ -240,14 +131,3 @@ class TestSeats:
         for request in requests:
             assert door.coalescer.ask(request, NO_OPTIONS) is None
         assert door.admitted - before == len(needing) == 1
-
-    def test_a_call_whose_results_are_all_there_needs_no_seat(self) -> None:
-        far = FarAway()
-        door = LoadShedder(far)
-        values = [b"%d" % number for number in range(100)]
-        requests = [make_request(value.decode(), door.witness, now=door.now, value=value) for value in values]
-        needing: list[list[Request]] = []
-        door.coalescer.needing(requests, NO_OPTIONS, lambda those: needing.append(list(those)))
-        while far.asked:
-            far.answer()
-        assert needing == [[]]

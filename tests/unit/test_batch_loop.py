@@ -8,14 +8,14 @@ from random import Random
 from typing import Any
 
 import pytest
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from carpool.admission.gate import Gate
 from carpool.batching.loop import BatchLoop
 from carpool.batching.policy import Fixed, LaneView, Plan, Policy, PolicyName, Send, make_policy
 from carpool.broker.memory import MemoryBroker
-from carpool.core.errors import CarpoolError, DeadlineExceeded, QueueTimeout, UpstreamDown
+from carpool.core.errors import CarpoolError, UpstreamDown
 from carpool.core.outcome import Outcome, Output
 from carpool.core.ports import LaneQueue, TaskBoard
 from carpool.core.request import QUEUED, Request
@@ -123,17 +123,6 @@ class Stand:
         return requests
 
 
-def test_arrivals_of_one_turn_make_one_batch() -> None:
-    stand = Stand()
-
-    async def main() -> None:
-        stand.arrive(3)
-        await asyncio.sleep(MAX_WAIT_S + 0.001)
-        assert stand.sent.names() == [["0", "1", "2"]]
-
-    stand.run(main)
-
-
 def test_a_full_batch_leaves_at_once() -> None:
     stand = Stand(slots=2)
 
@@ -149,55 +138,6 @@ def test_a_full_batch_leaves_at_once() -> None:
     stand.run(main)
 
 
-def test_the_wait_is_anchored_on_the_oldest() -> None:
-    """However often others come, the first does not wait longer than max_wait, and not shorter either."""
-    stand = Stand(max_batch=64)
-
-    async def main() -> None:
-        for _ in range(20):
-            stand.arrive()
-            await asyncio.sleep(0.004)
-        assert stand.sent.at[0] == pytest.approx(MAX_WAIT_S)
-        assert len(stand.sent.batches[0]) == 13  # 0, 4, … 48 ms
-
-    stand.run(main)
-
-
-def test_the_anchor_moves_when_the_oldest_leaves() -> None:
-    stand = Stand()
-
-    async def main() -> None:
-        (first,) = stand.arrive()
-        await asyncio.sleep(0.03)
-        stand.arrive()
-        await asyncio.sleep(0.01)
-        stand.broker.cancel(first)
-        await asyncio.sleep(0.2)
-        assert stand.sent.names() == [["1"]]
-        assert stand.sent.at == [pytest.approx(0.03 + MAX_WAIT_S)]
-
-    stand.run(main)
-
-
-def test_no_batch_is_formed_while_no_slot_is_free() -> None:
-    """Late binding: what waits for a slot goes on filling up, and stays where a better one can overtake it."""
-    stand = Stand()
-
-    async def main() -> None:
-        stand.arrive(MAX_BATCH)
-        await asyncio.sleep(0.01)
-        stand.arrive(2, tier=2, target_s=0.5)
-        await asyncio.sleep(0.1)  # longer than max_wait: but all slots are busy
-        assert len(stand.sent.batches) == 1
-        assert stand.broker.depth == 2
-        stand.arrive(1, name="enterprise", tier=0)
-        await asyncio.sleep(0.2)
-        assert stand.sent.names()[1] == ["enterprise", "4", "5"]
-        assert stand.sent.at[1] == pytest.approx(SERVICE_S)
-
-    stand.run(main)
-
-
 def test_lanes_do_not_mix_and_the_best_place_goes_first() -> None:
     stand = Stand()
 
@@ -208,53 +148,6 @@ def test_lanes_do_not_mix_and_the_best_place_goes_first() -> None:
             stand.arrive(name=f"{parameters.decode()}-{number}", parameters=parameters, target_s=target_s)
         await asyncio.sleep(1.0)
         assert stand.sent.names()[1:] == [["2-1", "2-4"], ["3-2", "3-5"], ["1-0", "1-3"]]
-
-    stand.run(main)
-
-
-def test_a_lane_that_may_still_wait_does_not_hold_up_another() -> None:
-    stand = Stand()
-
-    async def main() -> None:
-        stand.arrive(name="waits", parameters=b"1")
-        stand.arrive(MAX_BATCH, parameters=b"2", target_s=9.0)
-        await asyncio.sleep(0.01)
-        assert [len(batch) for batch in stand.sent.batches] == [MAX_BATCH]
-        await asyncio.sleep(0.3)
-        assert stand.sent.names()[1] == ["waits"]
-
-    stand.run(main)
-
-
-def test_draining_waits_for_no_company() -> None:
-    stand = Stand()
-
-    async def main() -> None:
-        stand.arrive(2)
-        await asyncio.sleep(0.01)
-        stand.loop.drain()
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        assert stand.sent.at == [pytest.approx(0.01)]
-        stand.arrive()
-        await asyncio.sleep(0.5)
-        assert stand.loop.batches == {"drain": 1, "waited": 1}
-
-    stand.run(main)
-
-
-def test_the_expired_are_told_and_the_slot_goes_to_the_living() -> None:
-    stand = Stand()
-
-    async def main() -> None:
-        stand.arrive(MAX_BATCH)
-        late = stand.arrive(3, total_timeout_s=0.1)
-        await asyncio.sleep(0.15)
-        stand.arrive(2)
-        await asyncio.sleep(1.0)
-        assert {type(stand.witness.outcome(request)) for request in late} == {DeadlineExceeded}
-        assert stand.sent.names()[1:] == [["7", "8"]]
-        assert stand.loop.batch_sizes.buckets()[-1] == ("+Inf", 2)
 
     stand.run(main)
 
@@ -462,31 +355,6 @@ def test_one_that_is_larger_than_all_bounds_is_sent_when_nothing_else_runs_and_n
     stand.run(main)
 
 
-@pytest.mark.parametrize("how", ["fails", "leaves"])
-def test_any_outcome_makes_room(how: str) -> None:
-    """Also one for which no slot becomes free: else those who wait would wait for the next arrival."""
-    stand = Stand(slots=9, max_batch=8, batch_bytes_max=30, in_flight_bytes_max=40)
-
-    async def main() -> None:
-        stand.gpu.hold()
-        first = stand.arrive(3, value=b'"12345678"')
-        stand.arrive(3, value=b'"12345678"')
-        await asyncio.sleep(1.0)
-        assert stand.sent.names() == [["0", "1", "2"]]
-        for request in first:
-            if how == "fails":
-                stand.broker.settle(request, DeadlineExceeded("late"))
-            else:
-                stand.broker.cancel(request)
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        assert stand.sent.names()[1:] == [["3", "4", "5"]]
-        stand.gpu.release()
-        await asyncio.sleep(1.0)
-
-    stand.run(main)
-
-
 class Board:
     """Accepts tasks into the broker, and nothing else."""
 
@@ -536,91 +404,7 @@ def test_while_the_upstream_is_down_nothing_is_burnt_and_a_probe_brings_it_back(
     stand.run(main)
 
 
-def test_with_nothing_queued_the_next_request_is_let_in_as_the_probe() -> None:
-    """Else an upstream that had been down once would be down for ever, for synchronous requests."""
-    stand = Stand(max_batch=1, gpu=goes_down())
-
-    async def main() -> None:
-        gate = make_gate(stand)
-        stand.arrive(5)
-        await asyncio.sleep(0.7)
-        assert isinstance(gate.admit(make_request("early", stand.witness, now=stand.clock())), UpstreamDown)
-        await asyncio.sleep(60.0)
-        stand.gpu.then(echo, delay_s=SERVICE_S)
-        probe = make_request("probe", stand.witness, now=stand.clock())
-        assert gate.admit(probe) is None
-        await asyncio.sleep(0.1)
-        assert isinstance(gate.admit(make_request("meanwhile", stand.witness, now=stand.clock())), UpstreamDown)
-        await asyncio.sleep(0.2)
-        assert isinstance(stand.witness.outcome(probe), Output)
-        assert gate.admit(make_request("after", stand.witness, now=stand.clock())) is None
-        await asyncio.sleep(1.0)
-
-    stand.run(main)
-    assert stand.broker.held == 0
-
-
-def test_those_who_wait_while_the_upstream_is_down_wait_until_their_time_is_over() -> None:
-    stand = Stand(max_batch=1, gpu=goes_down())
-
-    async def main() -> None:
-        stand.gpu.then(AttemptFailedError("reset"), times=95)
-        stand.arrive(5)
-        (patient,) = stand.arrive(queue_timeout_s=0.5)
-        await asyncio.sleep(0.49)
-        stand.broker.expire(stand.clock())
-        assert patient.phase == QUEUED
-        await asyncio.sleep(0.02)
-        stand.broker.expire(stand.clock())
-        assert isinstance(stand.witness.outcome(patient), QueueTimeout)
-        assert len(stand.gpu.calls) == 5
-
-    stand.run(main)
-
-
 # Any traffic.
-
-
-@pytest.mark.parametrize("name", NAMES)
-@given(
-    gaps_ms=st.lists(st.integers(0, 40), min_size=1, max_size=60),
-    slots=st.integers(1, 3),
-    lanes=st.integers(1, 3),
-    leaves=st.sets(st.integers(0, 59)),
-)
-@example(gaps_ms=[0, 0, 22, 28, 0], slots=2, lanes=2, leaves={0, 4})
-def test_the_promises_hold_for_any_traffic(
-    name: PolicyName, gaps_ms: list[int], slots: int, lanes: int, leaves: set[int]
-) -> None:
-    stand = Stand(slots=slots, policy=make_policy(name, slots_busy_max_share=0.75, fill_target=0.8))
-    everybody: list[Request] = []
-
-    async def main() -> None:
-        for number, gap_ms in enumerate(gaps_ms):
-            parameters, value = b"%d" % (number % lanes), b"%d" % number
-            everybody.extend(stand.arrive(parameters=parameters, value=value, total_timeout_s=60.0))
-            if number in leaves:
-                stand.broker.cancel(everybody[number // 2])
-            await asyncio.sleep(gap_ms / 1000)
-        await asyncio.sleep(30.0)
-
-    stand.run(main)
-    assert stand.broker.held == 0
-    assert stand.pool.free() == slots
-    assert stand.gpu.most_in_flight <= slots
-    assert all(stand.witness.outcome(request) is not None for request in everybody)
-    called = {value for call in stand.gpu.calls for value in call.inputs}
-    busy_until = [0.0] * slots
-    for at, batch in zip(stand.sent.at, stand.sent.batches, strict=True):
-        assert 1 <= len(batch) <= MAX_BATCH
-        assert len({request.parameters for request in batch}) == 1
-        free_since = min(busy_until)
-        assert free_since <= at + 1e-9  # late binding
-        waited_s = at - max(free_since, min(request.arrived for request in batch) - START)
-        assert waited_s <= MAX_WAIT_S + 0.0011  # promise 3, with the step of the timer
-        if any(request.id.encode() in called for request in batch):  # else all left in the turn in which it was sent
-            busy_until[busy_until.index(free_since)] = at + SERVICE_S
-    assert sum(stand.loop.batches.values()) == len(stand.sent.batches)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -733,46 +517,6 @@ class TestCapacity:
 
         stand.run(main)
 
-    def test_with_many_lanes_it_is_by_the_batches_there_are(self) -> None:
-        """Sixty sets of parameters with one request each: no batch has company, though more wait than fit into one."""
-        stand = Stand()
-
-        async def main() -> None:
-            for number in range(60):
-                stand.arrive(parameters=b'{"p":%d}' % number, queue_timeout_s=60.0, total_timeout_s=60.0)
-            await asyncio.sleep(59 * SERVICE_S)
-            assert stand.loop.capacity_rps(1) == pytest.approx(1 / SERVICE_S, rel=0.2)
-
-        stand.run(main)
-
-    def test_small_batches_of_a_quiet_time_say_nothing(self) -> None:
-        """The only slot is busy with one request each time, but nobody waits: a full batch would have fitted."""
-        stand = Stand()
-
-        async def main() -> None:
-            for _ in range(30):
-                stand.arrive()
-                await asyncio.sleep(0.5)
-            assert stand.loop.capacity_rps(1) == pytest.approx(MAX_BATCH / SERVICE_S)
-
-        stand.run(main)
-
-    def test_those_who_are_quarantined_tell_nothing_of_it(self) -> None:
-        """They always wait, for they have a share of the slots; others come in small batches, with all slots busy."""
-        stand = Stand(quarantined={("m", "bad")})
-
-        async def main() -> None:
-            stand.pool.others_wait = lambda: True
-            stand.arrive(20 * MAX_BATCH, owner="bad", queue_timeout_s=99.0, total_timeout_s=99.0)
-            for _ in range(60):
-                stand.arrive()
-                await asyncio.sleep(SERVICE_S * 1.01)
-            capacity = stand.loop.capacity_rps(1)
-            await asyncio.sleep(60 * SERVICE_S)
-            assert capacity == pytest.approx(MAX_BATCH / SERVICE_S, rel=0.05)
-
-        stand.run(main)
-
     @pytest.mark.parametrize(("waiting", "share"), [(3, 1.0), (MAX_BATCH, 0.25)])
     def test_small_batches_count_where_those_who_wait_elsewhere_would_have_filled_them(
         self, waiting: int, share: float
@@ -786,18 +530,6 @@ class TestCapacity:
                 await asyncio.sleep(SERVICE_S * 1.01)
             known = MAX_BATCH / SERVICE_S
             assert stand.loop.capacity_rps(1) == pytest.approx(known * share, rel=0.15)
-
-        stand.run(main)
-
-    def test_one_of_each_batch_is_shown(self) -> None:
-        stand = Stand()
-
-        async def main() -> None:
-            seen: list[Request] = []
-            stand.loop.sampled = seen.append
-            stand.arrive(MAX_BATCH + 2)
-            await asyncio.sleep(1)
-            assert [request.id for request in seen] == ["3", "5"]
 
         stand.run(main)
 
@@ -893,31 +625,6 @@ class TestBatchesLeaveApart:
 
         stand.run(main)
 
-    @pytest.mark.parametrize(
-        ("slots", "service_s"),
-        [
-            (1, (0.01,) * 9 + (0.1,)),
-            (2, (0.01,) * 9 + (0.1,)),
-            (4, (0.02, 0.2, 0.02, 0.05, 0.02, 0.1)),
-            (16, (0.02, 0.2, 0.02, 0.05, 0.02, 0.1)),
-            (32, (0.005,)),
-            (8, (0.002,)),
-            (16, (0.2,)),
-        ],
-    )
-    def test_that_costs_slots_little_of_their_time(self, slots: int, service_s: tuple[float, ...]) -> None:
-        gpu = FakeUpstream(slots=slots)
-        for number in range(20_000):
-            gpu.then(echo, delay_s=service_s[number % len(service_s)])
-        stand = Stand(slots=slots, gpu=gpu, max_batch=1)
-
-        async def main() -> None:
-            await keep_busy(stand, 0.2)
-            assert await keep_busy(stand, 1.5) > 0.95
-            await asyncio.sleep(20.0)
-
-        stand.run(main)
-
     def test_it_recovers_at_once_from_batches_that_seemed_to_take_long(self) -> None:
         """The first batches of a cold model, or of a process that was stopped."""
         slots = 16
@@ -927,20 +634,6 @@ class TestBatchesLeaveApart:
         async def main() -> None:
             await keep_busy(stand, 5.05)
             assert await keep_busy(stand, 2.0) > 0.8
-            await asyncio.sleep(20.0)
-
-        stand.run(main)
-
-    def test_no_slot_stands_idle_for_it_longer_than_max_wait(self) -> None:
-        stand = Stand(slots=2)
-
-        async def main() -> None:
-            await keep_busy(stand, 4.0)
-            busy_until = [0.0, 0.0]
-            for at in stand.sent.at:
-                slot = busy_until.index(min(busy_until))
-                assert at - busy_until[slot] <= MAX_WAIT_S + 0.0011
-                busy_until[slot] = at + SERVICE_S
             await asyncio.sleep(20.0)
 
         stand.run(main)

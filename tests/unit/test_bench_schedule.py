@@ -12,13 +12,6 @@ from carpool.tools.bench.schedule import (
 )
 
 
-@pytest.mark.parametrize(
-    ("text", "seconds"), [("500ms", 0.5), ("20s", 20), ("2m", 120), ("1h", 3600), ("1.5", 1.5), (" 3s ", 3)]
-)
-def test_a_duration_has_a_unit_or_means_seconds(text: str, seconds: float) -> None:
-    assert parse_duration(text) == pytest.approx(seconds)
-
-
 @pytest.mark.parametrize("text", ["", "s", "ten", "-1s", "0s", "nan", "inf", "1d"])
 def test_a_bad_duration_is_refused_by_name(text: str) -> None:
     with pytest.raises(BadSchedule, match="is not a time"):
@@ -57,21 +50,10 @@ def test_a_bad_schedule_is_refused(text: str) -> None:
         parse_schedule(text)
 
 
-def test_even_arrivals_stand_in_the_middle_of_their_shares() -> None:
-    assert list(arrivals([Segment(4, 4, 1)], even_gaps())) == [0.125, 0.375, 0.625, 0.875]
-
-
 def test_a_pause_between_steps_holds_no_arrival() -> None:
     times = list(arrivals(parse_schedule("10:1s,0:5s,10:1s"), even_gaps()))
     assert len(times) == 20
     assert not [time for time in times if 1 < time < 6]
-
-
-def test_a_ramp_up_gets_denser() -> None:
-    times = list(arrivals([Segment(0, 100, 2)], even_gaps()))
-    assert len(times) == 100
-    # Half of the time brings a quarter of the arrivals.
-    assert len([time for time in times if time < 1]) == 25
 
 
 def test_duration_and_mean_rate_are_over_the_whole() -> None:

@@ -2,7 +2,6 @@ from io import StringIO
 from math import ceil, inf, nan
 from random import Random
 
-import msgspec
 import pytest
 from rich.console import Console
 
@@ -23,18 +22,6 @@ def test_percentiles_are_within_half_a_percent(share: float) -> None:
         histogram.add(value)
     exact = values[max(1, ceil(share * len(values))) - 1]
     assert histogram.percentile(share) == pytest.approx(exact, rel=0.0051)
-
-
-def test_the_largest_value_is_exact_and_never_exceeded() -> None:
-    histogram = LogHistogram()
-    for value in (3.0, 3.0, 3.0001):
-        histogram.add(value)
-    assert histogram.percentile(1.0) == 3.0001
-    assert (histogram.percentile(0.5) or inf) <= 3.0001
-
-
-def test_an_empty_histogram_has_no_percentiles() -> None:
-    assert LogHistogram().percentile(0.5) is None
 
 
 def test_values_out_of_range_are_counted_and_break_nothing() -> None:
@@ -76,34 +63,6 @@ def test_the_batch_mean_is_over_batches_not_over_requests() -> None:
         tally.right(0.01, 1.0, -1.0, size)
     assert report_of(tally).batch_mean == 2.0
     assert report_of(tally).queue_ms.p50 is None
-
-
-@pytest.mark.parametrize(
-    ("answer_times", "sending_s", "rate"),
-    [
-        # The latency before the first answer costs no throughput.
-        ([0.5 + step / 10 for step in range(101)], 10.0, 10.1),
-        # Answers that trail behind the sending do.
-        ([0.0, 20.0], 10.0, 0.1),
-        # A burst at the end is no high rate.
-        ([10.0] * 50, 10.0, 5.0),
-        ([], 10.0, 0.0),
-    ],
-)
-def test_the_rate_is_of_answers(answer_times: list[float], sending_s: float, rate: float) -> None:
-    tally = Tally()
-    for time in answer_times:
-        tally.right(0.01, time, -1.0, 0)
-    assert report_of(tally, sending_s).rate == pytest.approx(rate)
-
-
-def test_the_json_has_the_keys_that_users_read() -> None:
-    written = msgspec.json.decode(msgspec.json.encode(report_of(Tally())))
-    assert list(written)[:9] == [
-        *("sent", "ok", "errors", "wrong", "rate", "status", "latency_ms", "queue_ms", "batch_mean")
-    ]
-    assert list(written["latency_ms"]) == ["p50", "p90", "p99", "p999", "max"]
-    assert list(written["queue_ms"]) == ["p50", "p99"]
 
 
 def test_the_table_shows_failures_and_unknowns() -> None:

@@ -22,15 +22,6 @@ def test_failures_in_a_row_open_it() -> None:
     assert repr(breaker) == "<Breaker open failures=3>"
 
 
-def test_a_success_starts_the_count_again() -> None:
-    breaker = Breaker(failures_max=3)
-    for _ in range(5):
-        breaker.failed(NOW, 0.0)
-        breaker.failed(NOW, 0.0)
-        breaker.succeeded()
-    assert (breaker.state, breaker.failures) == ("closed", 0)
-
-
 @pytest.mark.parametrize(("share", "pause_s"), [(0.0, 0.5), (0.5, 0.75), (1.0, 1.0)])
 def test_half_of_the_pause_is_jitter(share: float, pause_s: float) -> None:
     breaker = Breaker(failures_max=1, pause_s=1.0)
@@ -38,15 +29,6 @@ def test_half_of_the_pause_is_jitter(share: float, pause_s: float) -> None:
     assert breaker.probe_at() == NOW + pause_s
     assert not breaker.allows(NOW + pause_s - 0.001)
     assert breaker.allows(NOW + pause_s)
-
-
-def test_one_probe_decides() -> None:
-    breaker = opened()
-    assert breaker.started(NOW + 1)
-    assert breaker.state == "half-open"
-    assert not breaker.allows(NOW + 99)
-    breaker.succeeded()
-    assert (breaker.state, breaker.failures, breaker.started(NOW + 1)) == ("closed", 0, False)
 
 
 def test_the_pause_doubles_with_each_failed_probe_up_to_a_limit_and_a_success_forgets_it() -> None:
@@ -64,14 +46,6 @@ def test_the_pause_doubles_with_each_failed_probe_up_to_a_limit_and_a_success_fo
     assert breaker.probe_at() - now == 0.5
 
 
-def test_a_probe_that_told_nothing_may_be_repeated_at_once() -> None:
-    breaker = opened()
-    breaker.started(NOW + 1)
-    breaker.probe_left()
-    assert breaker.allows(NOW + 1)
-    assert breaker.started(NOW + 1)
-
-
 def test_old_failures_change_nothing_during_the_pause_or_a_probe() -> None:
     breaker = opened()
     assert not breaker.failed(NOW + 0.4, 0.0)
@@ -79,28 +53,6 @@ def test_old_failures_change_nothing_during_the_pause_or_a_probe() -> None:
     breaker.started(NOW + 1)
     assert not breaker.failed(NOW + 1, 0.0)
     assert breaker.state == "half-open"
-
-
-def test_a_failure_that_is_known_only_after_the_pause_begins_another() -> None:
-    breaker = opened()
-    assert breaker.failed(NOW + 2, 0.0)
-    assert (breaker.state, breaker.probe_at()) == ("open", NOW + 3)
-
-
-def test_an_old_success_closes_it() -> None:
-    paused, probed = opened(), opened()
-    probed.started(NOW + 1)
-    for breaker in (paused, probed):
-        breaker.succeeded()
-        assert breaker.state == "closed"
-
-
-def test_one_that_cannot_be_spared_stays_and_is_known_to_fail() -> None:
-    breaker = Breaker(failures_max=2)
-    for _ in range(5):
-        assert not breaker.failed(NOW, 0.0, may_open=False)
-    assert (breaker.state, breaker.is_failing) == ("closed", True)
-    assert breaker.failed(NOW, 0.0, may_open=True)
 
 
 def test_it_can_be_opened_from_outside() -> None:
@@ -114,67 +66,11 @@ def test_it_can_be_opened_from_outside() -> None:
 # Inputs of one owner.
 
 
-def test_failures_on_inputs_of_one_owner_close_it_to_that_owner_only() -> None:
-    breaker = Breaker(failures_max=3)
-    assert [breaker.failed(NOW, 0.0, owners=["me"]) for _ in range(3)] == [False, False, True]
-    assert breaker.blamed_owner == "me"
-    assert (breaker.allows(NOW), breaker.allows_others()) == (False, True)
-    assert breaker.started(NOW)  # somebody else's request is the next probe
-    breaker.succeeded()
-    assert breaker.allows(NOW) and breaker.blamed_owner is None
-
-
-def test_somebody_else_s_failure_closes_it_to_all() -> None:
-    breaker = Breaker(failures_max=3)
-    for _ in range(3):
-        breaker.failed(NOW, 0.0, owners=["me"])
-    breaker.started(NOW)
-    assert breaker.failed(NOW, 0.0, probe=True, owners=["you"])
-    assert (breaker.blamed_owner, breaker.allows_others(), breaker.allows(NOW)) == (None, False, False)
-
-
-def test_one_failure_that_was_nobody_s_input_does_not_turn_one_owner_s_into_everybody_s() -> None:
-    breaker = Breaker(failures_max=3)
-    breaker.failed(NOW, 0.0)
-    for _ in range(2):
-        breaker.failed(NOW, 0.0, owners=["me"])
-    assert breaker.allows_others()
-    breaker.started(NOW)
-    breaker.failed(NOW, 0.0, probe=True)  # somebody else's, broken off
-    assert not breaker.allows_others()
-
-
-@pytest.mark.parametrize("owners", [["you"], ["me", "you"]])
-def test_failures_of_two_owners_count_for_all(owners: list[str]) -> None:
-    breaker = Breaker(failures_max=3)
-    breaker.failed(NOW, 0.0, owners=["me"])
-    breaker.failed(NOW, 0.0, owners=owners)
-    breaker.failed(NOW, 0.0, owners=["me"])
-    assert breaker.state == "open"
-    assert not breaker.allows_others()
-
-
 def test_further_failures_of_one_search_close_it_to_its_owner_alone() -> None:
     breaker = Breaker(failures_max=3)
     breaker.failed(NOW, 0.0, owners=["me"])
     assert [breaker.failed_again(NOW, 0.0, "me", may_open=True) for _ in range(3)] == [False, True, False]
     assert breaker.allows_others() and not breaker.allows(NOW)
-
-
-@pytest.mark.parametrize("is_first", [True, False])
-def test_they_never_help_to_close_it_to_all(is_first: bool) -> None:
-    breaker = Breaker(failures_max=3)
-    for owners in ([], ["me", "you"]) if is_first else (["me", "you"], []):
-        if owners:
-            breaker.failed(NOW, 0.0, owners=owners)
-        else:
-            assert not breaker.failed_again(NOW, 0.0, "me", may_open=True)
-            assert not breaker.failed_again(NOW, 0.0, "me", may_open=True)
-    assert (breaker.state, breaker.is_failing) == ("closed", False)
-    breaker.failed(NOW, 0.0, owners=["you"])
-    assert not breaker.is_failing
-    breaker.failed(NOW, 0.0, owners=["you"])
-    assert not breaker.allows(NOW) and not breaker.allows_others()
 
 
 def test_nor_do_those_of_another_owner_help_each_other() -> None:
@@ -185,25 +81,6 @@ def test_nor_do_those_of_another_owner_help_each_other() -> None:
 
 
 # Failures that were healed elsewhere.
-
-
-def test_healed_failures_open_it_by_their_share_whatever_is_answered_between() -> None:
-    breaker = Breaker(failures_max=5)
-    for _ in range(15):
-        breaker.failed(NOW, 0.0)
-        if breaker.record_recovery(NOW, 0.0, may_open=True):
-            break
-        breaker.succeeded()
-    assert (breaker.state, breaker.blamed_owner) == ("open", None)
-
-
-def test_few_healed_failures_do_not_open_it() -> None:
-    breaker = Breaker(failures_max=5)
-    for number in range(1000):
-        if number % 4 == 0:
-            assert not breaker.record_recovery(NOW, 0.0, may_open=True)
-        else:
-            breaker.succeeded()
 
 
 def test_healed_failures_open_only_what_the_pool_can_do_without() -> None:

@@ -3,69 +3,15 @@
 import pytest
 from rich.pretty import pretty_repr
 
-from carpool.broker.redis.client.address import BadBrokerUrlError, BrokerAddress, parse_broker_url
+from carpool.broker.redis.client.address import BadBrokerUrlError, parse_broker_url
 from carpool.core.names import TlsFiles
 
 SECRET = "hunter2-canary"
 
 
-def test_one_server_with_defaults() -> None:
-    address = parse_broker_url("redis://cache.local")
-    assert address == BrokerAddress(kind="single", hosts=(("cache.local", 6379),))
-    assert (address.db, address.tls, address.username, address.password) == (0, False, "", "")
-
-
-@pytest.mark.parametrize("tail", ["/3", "/3/"])
-def test_one_server_with_everything(tail: str) -> None:
-    address = parse_broker_url(f"rediss://ann:pw@10.0.0.1:7000{tail}", files=TlsFiles("ca", "cert", "key"))
-    assert address.hosts == (("10.0.0.1", 7000),)
-    assert (address.username, address.password, address.db, address.tls) == ("ann", "pw", 3, True)
-    assert address.files == TlsFiles("ca", "cert", "key")
-
-
-def test_a_password_without_a_user() -> None:
-    address = parse_broker_url("redis://:pw@host")
-    assert (address.username, address.password) == ("", "pw")
-
-
-def test_percent_encoding_is_undone() -> None:
-    address = parse_broker_url("redis://a%40b:%2F%3F%23%40%3A%25%C3%A9@host")
-    assert (address.username, address.password) == ("a@b", "/?#@:%é")
-
-
-def test_a_plus_is_a_plus() -> None:
-    assert parse_broker_url("redis://:a+b@host").password == "a+b"
-
-
-def test_a_colon_in_a_password_needs_no_encoding() -> None:
-    assert parse_broker_url("redis://ann:p:w@host").password == "p:w"
-
-
-@pytest.mark.parametrize(("url", "tls"), [("redis+sentinel", False), ("rediss+sentinel", True)])
-def test_sentinels(url: str, tls: bool) -> None:
-    address = parse_broker_url(f"{url}://ann:pw@h1:26380,h2,[::1]:26381/my%20master/2")
-    assert address.kind == "sentinel"
-    assert address.hosts == (("h1", 26380), ("h2", 26379), ("::1", 26381))
-    assert (address.service, address.db, address.tls) == ("my master", 2, tls)
-    assert parse_broker_url(f"{url}://h1/mymaster").db == 0
-
-
-@pytest.mark.parametrize(("scheme", "tls"), [("redis+cluster", False), ("rediss+cluster", True)])
-def test_a_cluster(scheme: str, tls: bool) -> None:
-    address = parse_broker_url(f"{scheme}://h1:7000,h2:7001,h3/")
-    assert address.kind == "cluster"
-    assert address.hosts == (("h1", 7000), ("h2", 7001), ("h3", 6379))
-    assert address.tls is tls
-
-
 def test_ipv6_in_brackets() -> None:
     assert parse_broker_url("redis://[2001:DB8::1]").hosts == (("2001:db8::1", 6379),)
     assert parse_broker_url("redis://ann:pw@[::1]:7000/1").hosts == (("::1", 7000),)
-
-
-def test_a_password_from_elsewhere() -> None:
-    address = parse_broker_url("redis://ann@host", password="a/b%")
-    assert (address.username, address.password) == ("ann", "a/b%")
 
 
 BAD = {

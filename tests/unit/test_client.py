@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from carpool.testing import FakeClock
-from carpool.upstream import tls
 from carpool.upstream.client import without_secrets
 from carpool.upstream.tls import LOOK_EVERY_S, Credentials, UpstreamSecurity
 
@@ -29,15 +28,6 @@ def credentials(token: Path, clock: FakeClock) -> Credentials:
 
 
 class TestRereading:
-    def test_a_new_token_is_in_use_with_the_first_call_a_second_later(self, token: Path, clock: FakeClock) -> None:
-        found = credentials(token, clock)
-        assert found.headers() == {"Authorization": "Bearer canary-1"}
-        token.write_text("canary-2\n")
-        clock.advance(LOOK_EVERY_S / 2)
-        assert found.headers() == {"Authorization": "Bearer canary-1"}
-        clock.advance(LOOK_EVERY_S / 2)
-        assert found.headers() == {"Authorization": "Bearer canary-2"}
-
     def test_the_same_size_and_time_do_not_hide_a_change(self, token: Path, clock: FakeClock) -> None:
         found = credentials(token, clock)
         found.headers()
@@ -46,18 +36,6 @@ class TestRereading:
         os.utime(token, ns=(before.st_atime_ns, before.st_mtime_ns))
         clock.advance(LOOK_EVERY_S)
         assert found.headers() == {"Authorization": "Bearer canary-2"}
-
-    def test_files_are_read_at_most_once_a_second(
-        self, token: Path, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        found = credentials(token, clock)
-        found.headers()
-        reads: list[str] = []
-        monkeypatch.setattr(tls, "_content", reads.append)
-        for _ in range(100):
-            clock.advance(LOOK_EVERY_S / 20)
-            found.headers()
-        assert 4 <= len(reads) <= 5
 
     @pytest.mark.parametrize("content", [None, "", "two words", "line\nline", "naïve"])
     def test_what_cannot_be_used_leaves_the_last_one_and_is_said_once(

@@ -119,28 +119,6 @@ def test_an_endpoint_that_hangs_is_still_blamed() -> None:
     stand.run_with_deadlines(main)
 
 
-def test_a_stop_makes_no_dispatch_early_or_late() -> None:
-    gpu = FakeUpstream(slots=SLOTS)
-    stand = StoppedGateway(gpu, max_batch=MAX_BATCH)
-
-    async def main() -> None:
-        waits_for_company = stand.send(b"alone", "a", is_task=True)
-        await asyncio.sleep(0)
-        await stand.stop()
-        after = stand.clock()
-        await asyncio.sleep(0.001)
-        # Its wait for company was over long ago: it leaves in the first turn.
-        assert waits_for_company.taken == after
-        # Who comes now waits for company as ever: the time of the stop is not counted for it.
-        new = stand.send(b"new", "a", is_task=True)
-        await asyncio.sleep(0.004)
-        assert new.taken == 0.0
-        await asyncio.sleep(0.01)
-        assert 0.005 <= new.taken - new.arrived < 0.008
-
-    stand.run_with_deadlines(main)
-
-
 class WallClock:
     """`time.time`, which somebody sets."""
 
@@ -157,31 +135,6 @@ def wall(monkeypatch: pytest.MonkeyPatch) -> WallClock:
     wall = WallClock()
     monkeypatch.setattr(time, "time", wall)
     return wall
-
-
-@pytest.mark.parametrize("step_s", [HOUR_S, -HOUR_S])
-def test_a_step_of_the_wall_clock_changes_no_dispatch(wall: WallClock, step_s: float) -> None:
-    def run(step_s: float) -> list[tuple[float, float, str]]:
-        gpu = FakeUpstream(slots=1)
-        stand = StoppedGateway(gpu, max_batch=MAX_BATCH)
-        requests: list[Request] = []
-
-        async def main() -> None:
-            gpu.hold()
-            for number in range(60):
-                requests.append(stand.send(b"x", "a", is_task=number % 2 == 0))
-                await asyncio.sleep(0.045)
-                wall.ahead_s += step_s * (number == 20)
-            gpu.release()
-            await asyncio.sleep(10.0)
-
-        stand.run_with_deadlines(main)
-        assert "none" not in stand.codes(requests)
-        return [(request.taken, request.ended, request.result_code) for request in requests]
-
-    unstepped = run(0.0)
-    assert {code for _, _, code in unstepped} == {"ok", "queue-timeout"}
-    assert run(step_s) == unstepped
 
 
 @pytest.fixture

@@ -16,12 +16,11 @@ import pytest
 from carpool.core.errors import ClientLeft, Malformed
 from carpool.core.names import ProtocolName
 from carpool.core.request import Request
-from carpool.core.tensors import DATATYPES, RawTensor, pack_tensors, unpack_tensors
-from carpool.settings.schema import DatatypeName
+from carpool.core.tensors import RawTensor, pack_tensors, unpack_tensors
 from carpool.testing import Witness, make_request
 from carpool.upstream.call_ids import CallIds, is_for_another_call
 from carpool.upstream.codecs import Codec, JsonCodec, KServeV1Codec, ProtocolFaultError, make_codec
-from carpool.upstream.codecs.base import TOKENS_MAX, apportion, nulls_for_not_a_number
+from carpool.upstream.codecs.base import TOKENS_MAX, apportion
 from carpool.upstream.codecs.v2_messages import decode_response, encode_request
 from carpool.upstream.endpoint import AttemptFailedError, UpstreamCall, UpstreamResponse
 from carpool.upstream.grpc_endpoint import GrpcEndpoint
@@ -51,19 +50,7 @@ def decoded(codec: Codec, body: bytes, batch: list[Request] | int) -> list[bytes
     return [bytes(part.value) for part in codec.decode(UpstreamResponse(200, body), batch)]  # type: ignore[call-overload]
 
 
-def test_every_protocol_has_a_codec_and_can_be_configured() -> None:
-    assert len({type(make_codec(name)) for name in get_args(ProtocolName)}) == 7
-    assert set(get_args(DatatypeName)) == {"", *DATATYPES}
-
-
 # json and kserve_v1
-
-
-def test_json_call() -> None:
-    codec = JsonCodec()
-    call = codec.encode(members(codec, [b'"a"', b"{ }", b"null"]))
-    assert call.body == b'{"inputs":["a",{ },null]}'
-    assert (call.path, call.content_type) == ("", "application/json")
 
 
 def test_json_call_with_parameters() -> None:
@@ -124,17 +111,6 @@ def test_binary_input(data: bytes) -> None:
 
 
 @each_codec
-def test_outputs_are_slices_of_the_answer(codec: Codec, field: bytes) -> None:
-    body = b'{"id":"x","%b" : [ {"b": 1,  "a":2.50} ,"\\u00e9\xc3\xa9",[ ]],"more":{"n":[1]}}' % field
-    assert decoded(codec, body, 3) == [b'{"b": 1,  "a":2.50}', b'"\\u00e9\xc3\xa9"', b"[ ]"]
-
-
-@each_codec
-def test_a_null_element_is_an_output(codec: Codec, field: bytes) -> None:
-    assert decoded(codec, b'{"%b":[null,1]}' % field, 2) == [b"null", b"1"]
-
-
-@each_codec
 @pytest.mark.parametrize(
     "body",
     [
@@ -176,18 +152,6 @@ def test_a_fault_quotes_nothing_of_the_answer(codec: Codec, field: bytes) -> Non
         assert "canary" not in str(fault.value)
 
 
-def test_numbers_that_json_does_not_have_become_null_for_kserve_alone() -> None:
-    body = b'{"predictions":[ [NaN,-Infinity,Infinity, 1.5], {"a":"NaN \\" Infinity","b":NaN}]}'
-    assert decoded(KServeV1Codec(), body, 2) == [b"[null,null,null, 1.5]", b'{"a":"NaN \\" Infinity","b":null}']
-    with pytest.raises(ProtocolFaultError):
-        decoded(JsonCodec(), b'{"outputs":[NaN,2]}', 2)
-
-
-def test_an_answer_without_such_numbers_is_not_copied() -> None:
-    body = b'{"predictions":[1}'
-    assert nulls_for_not_a_number(body) is body
-
-
 def test_a_columnar_answer_is_a_fault() -> None:
     with pytest.raises(ProtocolFaultError, match="columnar"):
         decoded(KServeV1Codec(), b'{"outputs":[1,2]}', 2)
@@ -212,12 +176,6 @@ def test_calls_with_texts() -> None:
     call = TEI.encode(members(TEI, [b'"a"'], b'{"truncate":true}'))
     assert (call.path, call.body) == ("/embed", b'{"inputs":["a"],"truncate":true}')
     assert TEI.encode(members(TEI, [b'"a"'], b"{}")).body == b'{"inputs":["a"]}'
-
-
-@each_text_codec
-def test_texts_and_tokens_do_not_share_a_batch(codec: Codec) -> None:
-    assert codec.prepares
-    assert codec.prepare(b'"a"').lane == codec.prepare(b'"b"').lane != codec.prepare(b"[1,2]").lane
 
 
 @each_text_codec
@@ -259,17 +217,6 @@ def test_ordinary_parameters_are_not(name: ProtocolName) -> None:
         make_codec(name).check_parameters(parameters)
 
 
-def test_embeddings_go_by_index() -> None:
-    body = b"""{"object":"list","model":"m","usage":{"prompt_tokens":10,"total_tokens":10},"data":[
-        {"object":"embedding","index":2,"embedding":[2.0]},
-        {"object":"embedding","index":0,"embedding":"AAAA"},
-        {"object":"embedding","index":1,"embedding":[1.0, 1]}]}"""
-    batch = members(EMBEDDINGS, [b'"aa"', b'"bbbbbb"', b'"aa"'])
-    parts = EMBEDDINGS.decode(UpstreamResponse(200, body), batch)
-    assert decoded(EMBEDDINGS, body, batch) == [b'"AAAA"', b"[1.0, 1]", b"[2.0]"]
-    assert [part.tokens_used for part in parts] == [2, 5, 3]
-
-
 @pytest.mark.parametrize("indices", [[0], [0, 1, 2], [0, 0], [1, 2], [-1, 0], [None, 1], ["0", 1], []])
 def test_indices_that_are_not_each_once_are_a_fault(indices: list[Any]) -> None:
     data = [{"embedding": [1], **({"index": i} if i is not None else {})} for i in indices]
@@ -285,24 +232,6 @@ def test_what_is_no_list_of_embeddings_is_a_fault(body: bytes) -> None:
     for codec in (EMBEDDINGS, COMPLETIONS):
         with pytest.raises(ProtocolFaultError):
             decoded(codec, body, 1)
-
-
-def test_completions_go_by_index_which_is_not_passed_on() -> None:
-    body = b"""{"choices":[{"text":"long text","index":1,"finish_reason":"stop","logprobs":null},
-        {"text":"x","index":0,"finish_reason":"length"}],
-        "usage":{"prompt_tokens":8,"completion_tokens":14,"total_tokens":22}}"""
-    batch = members(COMPLETIONS, [b'"aa"', b'"bb"'])
-    parts = [json.loads(part) for part in decoded(COMPLETIONS, body, batch)]
-    assert parts == [
-        {"text": "x", "finish_reason": "length", "usage": {"prompt_tokens": 4, "completion_tokens": 3}},
-        {
-            "text": "long text",
-            "finish_reason": "stop",
-            "logprobs": None,
-            "usage": {"prompt_tokens": 4, "completion_tokens": 11},
-        },
-    ]
-    assert [part.tokens_used for part in COMPLETIONS.decode(UpstreamResponse(200, body), batch)] == [4 + 3, 4 + 11]
 
 
 def test_completions_can_be_their_texts() -> None:
@@ -341,13 +270,6 @@ def test_tokens_that_nobody_can_have_used_are_a_fault(field: str) -> None:
         with pytest.raises(ProtocolFaultError) as fault:
             tokens_used(number)
         assert str(number) not in str(fault.value)
-
-
-def test_a_member_who_left_keeps_its_share_of_the_tokens() -> None:
-    batch = members(EMBEDDINGS, [b'"aaaa"', b'"aaaa"'])
-    batch[0].settle(Malformed("left"), 0.0)
-    body = b'{"data":[{"embedding":[1],"index":0},{"embedding":[2],"index":1}],"usage":{"total_tokens":10}}'
-    assert [part.tokens_used for part in EMBEDDINGS.decode(UpstreamResponse(200, body), batch)] == [5, 5]
 
 
 @pytest.mark.parametrize(
@@ -410,24 +332,6 @@ def test_v2_binary_call() -> None:
     }
 
 
-def test_v2_several_inputs_in_any_order() -> None:
-    a, b = {"shape": [1, 1], "datatype": "INT8"}, {"shape": [1], "datatype": "BYTES"}
-    values = [
-        json.dumps({"a": {**a, "data": [1]}, "b": {**b, "data": ["s,[t"]}}).encode(),
-        json.dumps({"b": {**b, "data": ["u"]}, "a": {**a, "data": [[2]]}}).encode(),
-    ]
-    body = json.loads(V2.encode(members(V2, values)).body)
-    assert body["inputs"] == [
-        {"name": "a", "shape": [2, 1], "datatype": "INT8", "data": [1, 2]},
-        {"name": "b", "shape": [2], "datatype": "BYTES", "data": ["s,[t", "u"]},
-    ]
-
-
-def test_an_input_tensor_may_be_called_data() -> None:
-    value = json.dumps({"data": {"shape": [1, 1], "datatype": "INT8", "data": [1]}}).encode()
-    assert json.loads(V2.encode(members(V2, [value])).body)["inputs"][0]["name"] == "data"
-
-
 def test_what_is_configured_fills_in_for_what_is_not_given() -> None:
     codec = make_codec("kserve_v2", tensor_name="image", tensor_datatype="UINT8", tensor_shape="1,2,2")
     [described] = json.loads(codec.encode(members(codec, [b'{"data":[1,2,3,4]}'])).body)["inputs"]
@@ -436,18 +340,6 @@ def test_what_is_configured_fills_in_for_what_is_not_given() -> None:
         codec.prepare(b'{"data":[1]}')
     unshaped = make_codec("kserve_v2", tensor_name="image", tensor_datatype="UINT8")
     assert json.loads(unshaped.encode(members(unshaped, [b'{"data":[1,2]}'])).body)["inputs"][0]["shape"] == [1, 2]
-
-
-def test_tensors_can_be_sent_raw_though_clients_send_json() -> None:
-    codec = make_codec("kserve_v2", tensor_binary=True)
-    mixed = [tensor(shape=[1, 1], data=[1.5]), tensor(shape=[1, 1], b64=b64(struct.pack("<f", 2.5)))]
-    batch = members(codec, mixed)
-    call = codec.encode(batch)
-    assert b"".join(call.tail) == struct.pack("<2f", 1.5, 2.5)
-    head = b'{"outputs":[{"name":"y","datatype":"FP32","shape":[2,1],"parameters":{"binary_data_size":8}}]}'
-    as_json, as_b64 = (json.loads(part)[0] for part in decoded(codec, head + struct.pack("<2f", 0.5, -1), batch))
-    assert as_json == {"name": "y", "datatype": "FP32", "shape": [1, 1], "data": [0.5]}
-    assert as_b64 == {"name": "y", "datatype": "FP32", "shape": [1, 1], "b64": b64(struct.pack("<f", -1))}
 
 
 def test_octet_stream_bodies() -> None:
@@ -465,13 +357,6 @@ def test_octet_stream_bodies() -> None:
 
 def packed(data: bytes) -> bytes:
     return pack_tensors([RawTensor("x", "FP32", (1, 1), data)])
-
-
-@pytest.mark.parametrize("codec", [V2, GRPC], ids=["http", "grpc"])
-def test_packed_inputs_ride_with_others_that_are_raw(codec: Codec) -> None:
-    floats = [struct.pack("<f", number) for number in (1, 2)]
-    call = codec.encode(members(codec, [packed(floats[0]), tensor(shape=[1, 1], b64=b64(floats[1]))]))
-    assert (call.body + b"".join(call.tail)).endswith(floats[1]) and floats[0] in call.body + b"".join(call.tail)
 
 
 def test_each_gets_its_outputs_in_the_form_that_it_sent() -> None:
@@ -504,12 +389,6 @@ def test_each_gets_its_outputs_in_the_form_that_it_sent() -> None:
 def test_packed_inputs_that_cannot_be_sent_are_refused(value: bytes) -> None:
     with pytest.raises(Malformed):
         V2.prepare(value)
-
-
-def test_a_request_that_was_not_prepared_is_when_it_is_sent() -> None:
-    batch = members(V2, [tensor(shape=[1, 1], data=[1])])
-    batch[0].prepared = None
-    assert json.loads(V2.encode(batch).body)["inputs"][0]["data"] == [1]
 
 
 @pytest.mark.parametrize("codec", [V2, GRPC], ids=["http", "grpc"])
@@ -557,23 +436,6 @@ def test_a_number_too_large_for_raw_is_refused_at_the_door() -> None:
     for datatype, number in (("UINT64", 1 << 64), ("FP32", 1e300)):
         with pytest.raises(Malformed):
             GRPC.prepare(tensor(datatype=datatype, shape=[1, 1], data=[number]))
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        {"name": "y"},
-        {"datatype": "FP64"},
-        {"shape": [1, 2, 1]},
-        {"data": None, "b64": b64(struct.pack("<2f", 1, 2))},
-    ],
-    ids=["name", "datatype", "shape", "form"],
-)
-def test_the_lane_key_tells_tensors_apart(other: dict[str, Any]) -> None:
-    first = {"name": "x", "datatype": "FP32", "shape": [1, 2], "data": [1, 2]}
-    second = {key: value for key, value in {**first, **other}.items() if value is not None}
-    assert V2.prepare(json.dumps(first).encode()).lane != V2.prepare(json.dumps(second).encode()).lane
-    assert V2.prepare(tensor(shape=[1, 2], data=[3, 4])).lane == V2.prepare(json.dumps(first).encode()).lane
 
 
 def v2_answer(batch: int, **output: object) -> bytes:
@@ -630,12 +492,6 @@ def test_v2_raw_answers() -> None:
         [1, 2],
         [0.5, -4],
     ]
-
-
-@pytest.mark.parametrize("tail", [b"    \n\t  ", b"}}}}}}}}", b'"{"{"{"{', b"\xff" * 8])
-def test_raw_tensors_may_look_like_anything(tail: bytes) -> None:
-    body = raw_answer(tail, datatype="UINT8", shape=[2, 4])
-    assert [json.loads(part)[0]["data"] for part in decoded(V2, body, 2)] == [list(tail[:4]), list(tail[4:])]
 
 
 @pytest.mark.parametrize(
@@ -703,14 +559,6 @@ def test_a_call_bears_its_id() -> None:
     assert b"\x1a\x0e" + MINE.encode() in GRPC.encode(members(GRPC, values), MINE).body
 
 
-@pytest.mark.parametrize("answered", [MINE, None, "", 7, {}, "0b9d2f1e-5c1f-4a40-9d6b-0a8f3a3b8f0e", "7"])
-def test_an_answer_with_its_id_or_without_one_of_ours_is_trusted(answered: object) -> None:
-    """Not every server repeats the id, and some make up their own."""
-    body = json.loads(v2_answer(1, data=[1, 2])) | {"id": answered}
-    [part] = V2.decode(UpstreamResponse(200, json.dumps(body).encode()), members(JsonCodec(), [b"0"]), MINE)
-    assert part.model_version == "3"
-
-
 @pytest.mark.parametrize("other", OTHERS)
 def test_an_answer_for_another_call_is_a_fault(other: str) -> None:
     body = json.loads(v2_answer(1, data=[1, 2])) | {"id": other}
@@ -720,12 +568,6 @@ def test_an_answer_for_another_call_is_a_fault(other: str) -> None:
     message = RESPONSE_BYTES.replace(b"\x1a\x03abc", b"\x1a" + bytes([len(other)]) + other.encode())
     with pytest.raises(ProtocolFaultError, match="for another call"):
         GRPC.decode(UpstreamResponse(200, message), members(JsonCodec(), [b"0"] * 2), MINE)
-
-
-def test_over_grpc_too_an_answer_may_bear_its_id_or_none() -> None:
-    for found in (b"\x1a\x0e" + MINE.encode(), b""):
-        message = RESPONSE_BYTES.replace(b"\x1a\x03abc", found)
-        assert len(GRPC.decode(UpstreamResponse(200, message), members(JsonCodec(), [b"0"] * 2), MINE)) == 2
 
 
 def test_no_two_calls_have_the_same_id() -> None:
@@ -791,15 +633,6 @@ def test_a_request_is_what_protobuf_writes() -> None:
     assert request_message() == REQUEST_BYTES
     version = REQUEST_BYTES.index(b"\x12\x012") + 3
     assert request_message("abc") == REQUEST_BYTES[:version] + b"\x1a\x03abc" + REQUEST_BYTES[version:]
-
-
-def test_a_response_of_protobuf_is_read() -> None:
-    response = decode_response(RESPONSE_BYTES)
-    assert (response.model_version, response.id) == ("7", "abc")
-    assert [(o.name, o.datatype, list(o.shape), o.data) for o in response.outputs] == [
-        ("y", "FP32", [2, 1], struct.pack("<2f", 1.5, 2.5)),
-        ("z", "INT64", [2], struct.pack("<2q", -1, 300)),
-    ]
 
 
 def test_contents_that_are_not_raw_are_read() -> None:
@@ -868,7 +701,6 @@ def test_a_message_that_cannot_be_trusted_is_a_fault(body: bytes) -> None:
 # the gRPC endpoint
 
 Behaviour = Callable[[bytes, Any], Awaitable[bytes]]
-METHOD = "/inference.GRPCInferenceService/ModelInfer"
 Serve = Callable[[Behaviour], Awaitable[str]]
 
 
@@ -903,19 +735,6 @@ async def test_grpc_bytes_in_and_out(serve: Serve) -> None:
     await until(endpoint.accepts_connections)  # which waits for a second, and the machine may be busy
     answers = await asyncio.gather(*(endpoint.post(UpstreamCall(b"abc%d" % n), PATIENCE_S) for n in range(3)))
     assert answers == [UpstreamResponse(200, b"%dcba" % n) for n in range(3)]
-    await endpoint.close()
-
-
-async def test_grpc_headers_of_a_call_are_metadata(serve: Serve) -> None:
-    seen: list[dict[str, str]] = []
-
-    async def note(message: bytes, context: Any) -> bytes:
-        seen.append(dict(context.invocation_metadata()))
-        return message
-
-    endpoint = GrpcEndpoint(await serve(note), 1, 1 << 20)
-    await endpoint.post(UpstreamCall(b"", headers=(("traceparent", "00-1-2-01"),)), PATIENCE_S)
-    assert seen[0]["traceparent"] == "00-1-2-01"
     await endpoint.close()
 
 

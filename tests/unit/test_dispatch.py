@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
-from itertools import count, pairwise
+from itertools import count
 from typing import Any
 
 import msgspec
@@ -16,7 +16,6 @@ from carpool.core.errors import (
     Draining,
     InputRefused,
     InternalError,
-    Unresolved,
     UpstreamFailed,
     UpstreamProtocolFault,
     UpstreamRefused,
@@ -225,91 +224,12 @@ def test_each_output_goes_to_its_own_request() -> None:
     assert stand.dispatcher.call_seconds.total == pytest.approx(0.2)
 
 
-def test_parameters_go_with_the_batch() -> None:
-    stand = Stand()
-
-    async def main() -> None:
-        stand.send(stand.batch(2, parameters=b'{"t":1}'))
-
-    stand.run(main)
-    assert stand.upstreams[0].calls[0].call.body == b'{"inputs":["in 0","in 1"],"parameters":{"t":1}}'
-
-
-def test_the_slot_is_free_before_the_answer_is_handed_out() -> None:
-    stand = Stand()
-    free_when_told: list[int] = []
-
-    class Waiter:
-        def settled(self, request: Request, outcome: Output | CarpoolError) -> None:
-            free_when_told.append(stand.pool.free())
-
-    async def main() -> None:
-        batch = stand.batch(1)
-        batch[0].waiter = Waiter()
-        stand.send(batch)
-        assert stand.pool.free() == 0
-
-    stand.run(main)
-    assert free_when_told == [1]
-
-
-@pytest.mark.parametrize("status", [429, 502, 503, 504])
-def test_an_overloaded_or_failing_endpoint_is_left_for_another(status: int) -> None:
-    bad, good = FakeUpstream("bad").then(UpstreamResponse(status, b"private")), FakeUpstream("good")
-    stand = Stand(bad, good)
-    assert kinds(stand.deliver()) == {Output}
-    assert (len(bad.calls), len(good.calls)) == (1, 1)
-    assert stand.dispatcher.calls["refused"] == 1
-
-
 def test_a_call_that_breaks_off_is_tried_again_on_the_only_endpoint() -> None:
     stand = Stand(FakeUpstream().then(RESET, times=2))
     assert kinds(stand.deliver()) == {Output}
     assert len(stand.upstreams[0].calls) == 3
     assert stand.dispatcher.calls == {"ok": 1, "failed": 2, "refused": 0, "protocol-fault": 0}
     assert len(stand.ended) == 1  # only an answer tells how long a batch takes
-
-
-def test_after_the_last_attempt_everybody_is_told() -> None:
-    stand = Stand(FakeUpstream().then(RESET, times=9))
-    outcomes = stand.deliver()
-    assert kinds(outcomes) == {UpstreamFailed}
-    assert len(stand.upstreams[0].calls) == 3
-    assert "broke off" in outcomes[0].detail
-
-
-@pytest.mark.parametrize(("share", "pauses_s"), [(0.0, [0.0, 0.0]), (0.5, [0.05, 0.1]), (0.999, [0.0999, 0.1998])])
-def test_pauses_grow_and_stay_below_their_ceiling(share: float, pauses_s: list[float]) -> None:
-    stand = Stand(FakeUpstream())
-    stand.random_share = share
-    sent_at: list[float] = []
-
-    def fail(call: UpstreamCall) -> UpstreamResponse:
-        sent_at.append(stand.clock())
-        return UpstreamResponse(503, b"")
-
-    stand.upstreams[0].then(fail, times=3)
-    stand.deliver()
-    assert [later - sooner for sooner, later in pairwise(sent_at)] == pytest.approx(pauses_s)
-
-
-def test_no_attempt_lasts_longer_than_its_timeout_or_the_time_left() -> None:
-    stand = Stand(FakeUpstream("a").then(echo, delay_s=60.0), FakeUpstream("b").then(echo, delay_s=60.0))
-    outcomes = stand.deliver(total_timeout_s=4.0)
-    assert kinds(outcomes) == {DeadlineExceeded}
-    first, second = (upstream.calls[0].timeout_s for upstream in stand.upstreams)
-    assert first == 3.0
-    assert second == pytest.approx(4.0 - 3.0 - 0.05)
-    assert stand.clock() == pytest.approx(1004.0)  # and nothing was tried after the deadline
-
-
-def test_a_pause_that_would_outlast_the_deadline_is_not_begun() -> None:
-    stand = Stand(FakeUpstream().then(UpstreamResponse(503, b""), times=9))
-    stand.random_share = 0.9  # pauses 0.09, then 0.18
-    outcomes = stand.deliver(total_timeout_s=0.2)
-    assert kinds(outcomes) == {UpstreamFailed}
-    assert len(stand.upstreams[0].calls) == 2
-    assert stand.clock() == pytest.approx(1000.09)
 
 
 def test_a_retry_that_finds_no_slot_gives_up_at_the_deadline() -> None:
@@ -325,15 +245,6 @@ def test_a_retry_that_finds_no_slot_gives_up_at_the_deadline() -> None:
         assert len(stand.upstreams[1].calls) == 1
 
     stand.run(main)
-
-
-@pytest.mark.parametrize("status", [400, 422])
-def test_a_refusal_of_one_alone_is_its_own_fault(status: int) -> None:
-    stand = Stand(FakeUpstream().then(UpstreamResponse(status, b"canary")))
-    (outcome,) = stand.deliver(1)
-    assert isinstance(outcome, InputRefused)
-    assert "canary" not in outcome.detail
-    assert len(stand.upstreams[0].calls) == 1
 
 
 @pytest.mark.parametrize("status", [301, 401, 404])
@@ -380,95 +291,6 @@ def test_a_defect_inside_is_told_as_one_and_the_next_batch_goes_on(caplog: pytes
     assert kinds(stand.deliver(2)) == {Output}
 
 
-def test_one_who_left_during_an_attempt_is_not_sent_again() -> None:
-    stand = Stand()
-
-    def leave_and_fail(call: UpstreamCall) -> UpstreamResponse:
-        stand.broker.cancel(batch[1])
-        return UpstreamResponse(503, b"")
-
-    stand.upstreams[0].then(leave_and_fail)
-    batch: list[Request] = []
-
-    async def main() -> None:
-        batch.extend(stand.batch(3))
-        stand.send(batch)
-
-    stand.run(main)
-    assert [call.inputs for call in stand.upstreams[0].calls][1] == [b'"in 0"', b'"in 2"']
-    outcomes = [stand.witness.outcome(request) for request in batch]
-    assert isinstance(outcomes[1], ClientLeft)
-    for number in (0, 2):
-        outcome = outcomes[number]
-        assert isinstance(outcome, Output) and bytes(outcome.value) == b'"in %d"' % number
-
-
-def test_one_who_left_during_the_call_that_works_keeps_its_outcome() -> None:
-    stand = Stand(FakeUpstream().then(echo, delay_s=1.0))
-    batch: list[Request] = []
-
-    async def main() -> None:
-        batch.extend(stand.batch(2))
-        stand.send(batch)
-        await asyncio.sleep(0.5)
-        stand.broker.cancel(batch[0])
-
-    stand.run(main)
-    assert isinstance(stand.witness.outcome(batch[0]), ClientLeft)
-    answered = stand.witness.outcome(batch[1])
-    assert isinstance(answered, Output)
-    # The seconds of the call are shared by all whom it answers: no part of them is nobody's.
-    assert answered.call.gpu_s == answered.call.upstream_s > 0.0
-
-
-def test_nobody_is_sent_past_his_own_deadline() -> None:
-    """Not even between two looks at the deadlines, when another member still has time."""
-    stand = Stand(FakeUpstream().then(UpstreamResponse(503, b""), delay_s=1.0))
-    batch: list[Request] = []
-
-    async def main() -> None:
-        batch.extend(stand.batch(2))
-        batch[0].deadline = stand.clock() + 1.0
-        stand.send(batch)
-
-    stand.run(main)
-    assert [len(call.inputs) for call in stand.upstreams[0].calls] == [2, 1]
-    assert isinstance(stand.witness.outcome(batch[0]), DeadlineExceeded)
-    assert isinstance(stand.witness.outcome(batch[1]), Output)
-
-
-def test_a_batch_whose_members_have_all_left_is_not_sent() -> None:
-    stand = Stand()
-
-    async def main() -> None:
-        batch = stand.batch(2)
-        stand.send(batch)
-        for request in batch:
-            stand.broker.cancel(request)
-
-    stand.run(main)
-    assert stand.upstreams[0].calls == []
-
-
-def test_a_batch_whose_members_all_leave_is_not_tried_again() -> None:
-    stand = Stand()
-    batch: list[Request] = []
-
-    def leave_and_fail(call: UpstreamCall) -> UpstreamResponse:
-        for request in batch:
-            stand.broker.cancel(request)
-        return UpstreamResponse(503, b"")
-
-    stand.upstreams[0].then(leave_and_fail)
-
-    async def main() -> None:
-        batch.extend(stand.batch(2))
-        stand.send(batch)
-
-    stand.run(main)
-    assert len(stand.upstreams[0].calls) == 1
-
-
 @pytest.mark.parametrize("after_s", [0.0, 0.5, 1.02, 1.5])
 def test_cut_off_by_a_shutdown_everybody_is_told(after_s: float) -> None:
     """Before the call, during it, in the pause, and while waiting for another endpoint's slot."""
@@ -483,21 +305,6 @@ def test_cut_off_by_a_shutdown_everybody_is_told(after_s: float) -> None:
 
     stand.run(main)
     assert kinds([stand.witness.outcome(request) for request in batch]) == {Draining}
-
-
-def test_finish_waits_also_for_what_starts_meanwhile() -> None:
-    stand = Stand(FakeUpstream("a").then(echo, delay_s=1.0).then(echo, delay_s=1.0))
-
-    async def main() -> None:
-        first = stand.batch(1)
-        stand.pool.when_slot_frees(lambda: stand.send(stand.batch(2)) if len(stand.upstreams[0].calls) == 1 else None)
-        stand.send(first)
-        await stand.dispatcher.finish(5.0)
-        assert stand.dispatcher.running == 0
-        assert stand.clock() == pytest.approx(1002.0)
-
-    stand.run(main)
-    assert len(stand.upstreams[0].calls) == 2
 
 
 @pytest.mark.parametrize("share", [0.0, 0.9])
@@ -522,32 +329,6 @@ def test_slots_of_several_batches_all_come_back(share: float) -> None:
 # Poison.
 
 
-@pytest.mark.parametrize("status", [400, 422, 424, 500])
-@pytest.mark.parametrize("place", [0, 31, 63])
-@pytest.mark.parametrize("endpoints", [1, 3])
-def test_one_poison_in_64_is_found_and_harms_nobody(status: int, place: int, endpoints: int) -> None:
-    api = refusing(place, status=status)
-    stand = Stand(*(FakeUpstream(name, slots=2).then(api, delay_s=0.05, times=99) for name in "abc"[:endpoints]))
-    outcomes = stand.deliver(64)
-    check_own(outcomes, but=[place])
-    assert isinstance(outcomes[place], InputRefused)
-    assert outcomes[place].detail.endswith(SAID)
-    assert stand.calls() <= 1 + 12
-    assert set(stand.states().values()) == {"closed"}
-    assert set(stand.failed().values()) == {0}
-    assert stand.dispatcher.poisoned == 1
-    ((value, code, sends),) = stand.dead_letters.letters
-    assert (value, code) == (b'"in %d"' % place, "input-refused")
-    assert sends <= 7
-
-
-def test_a_long_message_of_the_model_is_cut() -> None:
-    stand = Stand(FakeUpstream().then(refusing(1, status=422, said="é" * 2000), times=99))
-    outcomes = stand.deliver(4)
-    assert outcomes[1].detail.count("é") == 512
-    check_own(outcomes, but=[1])
-
-
 @pytest.mark.parametrize("poison", [range(0, 64, 2), range(56), [5, 6, 40], range(1, 64)])
 def test_many_poisons_are_all_found(poison: Sequence[int]) -> None:
     stand = Stand(FakeUpstream(slots=4).then(refusing(*poison, status=422), times=999))
@@ -555,18 +336,6 @@ def test_many_poisons_are_all_found(poison: Sequence[int]) -> None:
     check_own(outcomes, but=poison)
     assert {number for number, outcome in enumerate(outcomes) if isinstance(outcome, InputRefused)} == set(poison)
     assert set(stand.failed().values()) == {0}
-
-
-def test_a_task_that_is_poison_is_not_buried_here() -> None:
-    """It becomes a dead letter together with its outcome."""
-    stand = Stand(FakeUpstream().then(refusing(1), times=9))
-
-    async def main() -> None:
-        outcomes = await stand.deliver_now(2, is_task=True, total_timeout_s=600.0)
-        assert kinds(outcomes) == {Output, InputRefused}
-
-    stand.run(main)
-    assert stand.dead_letters.letters == []
 
 
 def test_known_poison_is_sent_alone_from_then_on() -> None:
@@ -660,25 +429,6 @@ def test_an_endpoint_that_fails_everything_is_not_mistaken_for_poison(size: int,
     assert stand.dead_letters.letters == []
 
 
-@pytest.mark.parametrize("status", [400, 500])
-@pytest.mark.parametrize("was_well", [True, False])
-def test_an_endpoint_that_refuses_everything_among_three_harms_nobody(status: int, was_well: bool) -> None:
-    stand = Stand(*(FakeUpstream(name) for name in "abc"))
-
-    async def main() -> None:
-        if was_well:
-            for _ in range(3):
-                await stand.deliver_now(1)
-        stand.upstreams[1].then(sick(status), times=999)
-        for _ in range(20):
-            check_own(await stand.deliver_now(8))
-        assert stand.states() == {"a": "closed", "b": "open", "c": "closed"}
-        assert stand.failed() == {"a": 0, "b": 5, "c": 0}
-
-    stand.run(main)
-    assert stand.dispatcher.poisoned == 0
-
-
 @pytest.mark.parametrize("size", [2, 8, 64])
 def test_two_that_fail_everything_among_three_harm_nobody(size: int) -> None:
     """Innocents that were refused alone by the other sick one are asked again where an answer came from."""
@@ -697,61 +447,11 @@ def test_two_that_fail_everything_among_three_harm_nobody(size: int) -> None:
     assert stand.dispatcher.poisoned == 0
 
 
-def test_poison_in_a_small_batch_of_a_quiet_pool_is_known_for_what_it_is() -> None:
-    """The endpoint that refused it alone has not shown that it is well, but another has: that one is asked."""
-    stand = Stand(*(FakeUpstream(name).then(refusing(0), times=9) for name in "abc"))
-    outcomes = stand.deliver(2)
-    assert kinds(outcomes) == {InputRefused, Output}
-    assert set(stand.failed().values()) == {0}
-
-
 def test_a_whole_that_is_refused_though_its_parts_are_good_is_the_endpoint_s_fault() -> None:
     stand = Stand(FakeUpstream("a").then(sick(500)), FakeUpstream("b"))
     check_own(stand.deliver(8))
     assert stand.failed() == {"a": 1, "b": 0}
     assert [len(call.inputs) for call in stand.upstreams[1].calls] == [4, 4]
-
-
-def test_others_are_not_told_what_the_model_said_of_a_call_they_shared() -> None:
-    """All but one left while the call ran: the one is asked about alone."""
-    stand = Stand(FakeUpstream().then(refusing(0, status=422), delay_s=1.0).then(refusing(0, status=422)))
-    batch: list[Request] = []
-
-    async def main() -> None:
-        batch.extend(stand.batch(3))
-        stand.send(batch)
-        await asyncio.sleep(0.5)
-        stand.broker.cancel(batch[0])
-        stand.broker.cancel(batch[1])
-
-    stand.run(main)
-    check_own([stand.witness.outcome(batch[2])] * 3, but=[0, 1])
-    assert [call.inputs for call in stand.upstreams[0].calls][1:] == [[b'"in 2"']]
-    assert stand.failed() == {"fake": 0}  # the poison left; nobody knows that the endpoint was right
-
-
-def test_the_departed_and_the_expired_are_dropped_from_the_groups() -> None:
-    stand = Stand(FakeUpstream(slots=8).then(refusing(7, status=422), delay_s=0.1, times=99))
-    batch: list[Request] = []
-
-    async def main() -> None:
-        batch.extend(stand.batch(8))
-        batch[4].deadline = stand.clock() + 0.15
-        stand.send(batch)
-        await asyncio.sleep(0.15)  # a half is under way
-        stand.broker.cancel(batch[6])
-        await stand.finished()
-
-    stand.run(main)
-    outcomes = [stand.witness.outcome(request) for request in batch]
-    assert isinstance(outcomes[6], ClientLeft)
-    assert isinstance(outcomes[7], InputRefused)
-    check_own(outcomes, but=[4, 6, 7])
-    sent = [value for call in stand.upstreams[0].calls for value in call.inputs]
-    assert sent.count(b'"in 4"') <= 2  # in the whole, and in the half that was sent in time
-    assert isinstance(outcomes[4], Output if sent.count(b'"in 4"') == 2 else DeadlineExceeded | Unresolved)
-    assert sent.count(b'"in 6"') <= 2
-    assert stand.failed() == {"fake": 0}
 
 
 def test_a_group_that_nobody_waits_for_is_no_answer() -> None:
@@ -772,15 +472,6 @@ def test_a_group_that_nobody_waits_for_is_no_answer() -> None:
     assert kinds(outcomes) == {ClientLeft, UpstreamFailed}
     assert stand.dispatcher.poisoned == 0
     assert stand.failed() == {"a": 1}
-
-
-def test_a_step_of_a_bisection_that_breaks_off_is_tried_again() -> None:
-    stand = Stand(
-        FakeUpstream().then(refusing(2)).then(RESET).then(UpstreamResponse(503, b"")).then(refusing(2), times=99)
-    )
-    outcomes = stand.deliver(4)
-    check_own(outcomes, but=[2])
-    assert isinstance(outcomes[2], InputRefused)
 
 
 @pytest.mark.parametrize("after_s", [0.05, 0.1, 0.15, 0.25, 0.35, 0.45])
@@ -821,22 +512,6 @@ def test_cut_off_by_a_shutdown_whoever_was_refused_alone_is_told_too() -> None:
 TOO_MANY = '{"error":"batch size %d > maximum allowed batch size %d"}'
 
 
-def test_a_limit_that_the_api_names_is_learned_and_not_exceeded_again() -> None:
-    stand = Stand(FakeUpstream().then(taking(24, TOO_MANY % (64, 24), status=422), times=99))
-
-    async def main() -> None:
-        check_own(await stand.deliver_now(64))
-        assert stand.limits_learned == [24]
-        sizes = [len(call.inputs) for call in stand.upstreams[0].calls]
-        assert sizes == [64, 24, 24, 16]
-        check_own(await stand.deliver_now(64))  # formed before batching heard of it
-        assert [len(call.inputs) for call in stand.upstreams[0].calls[len(sizes) :]] == [24, 24, 16]
-        assert stand.limits_learned == [24]
-
-    stand.run(main)
-    assert set(stand.failed().values()) == {0}
-
-
 def test_a_retry_does_not_exceed_a_limit_that_was_learned_meanwhile() -> None:
     stand = Stand(
         FakeUpstream("a").then(UpstreamResponse(503, b""), delay_s=1.0),
@@ -853,41 +528,10 @@ def test_a_retry_does_not_exceed_a_limit_that_was_learned_meanwhile() -> None:
     assert sorted(sizes) == [4, 4, 4, 4, 8, 8]
 
 
-def test_without_a_limit_in_the_text_a_batch_is_halved_until_it_fits() -> None:
-    stand = Stand(FakeUpstream().then(taking(10), times=99))
-    check_own(stand.deliver(64))
-    assert stand.limits_learned == []
-    assert max(len(call.inputs) for call in stand.upstreams[0].calls[7:]) <= 10
-    assert set(stand.failed().values()) == {0}
-
-
 def test_one_that_alone_is_too_large_is_told() -> None:
     stand = Stand(FakeUpstream().then(taking(0), times=9))
     assert kinds(stand.deliver(2)) == {UpstreamRefused}
     assert [len(call.inputs) for call in stand.upstreams[0].calls] == [2, 1, 1]
-
-
-def test_who_refuses_for_the_bytes_is_alive_however_often_a_batch_must_be_halved() -> None:
-    """Down to one by one: a search that is told nothing at all would end at the eighths."""
-
-    def api(call: UpstreamCall) -> UpstreamResponse:
-        return UpstreamResponse(413, b"") if len(call.body) > len(b'{"inputs":["in 12"]}') else echo(call)
-
-    stand = Stand(FakeUpstream().then(api, times=999))
-    check_own(stand.deliver(64))
-    assert stand.limits_learned == []  # it is no number of inputs
-    assert stand.failed() == {"fake": 0}
-
-
-def test_one_that_is_too_large_alone_leaves_the_others_their_outputs() -> None:
-    def api(call: UpstreamCall) -> UpstreamResponse:
-        return UpstreamResponse(413, b"") if b'"in 5"' in inputs_of(call) else echo(call)
-
-    stand = Stand(FakeUpstream().then(api, times=99))
-    outcomes = stand.deliver(64)
-    check_own(outcomes, but=[5])
-    assert isinstance(outcomes[5], UpstreamRefused) and "413" in outcomes[5].detail
-    assert stand.pool.members[0].breaker.blamed_owner == "client 5"  # the endpoint is as good as before to others
 
 
 class ConfusedCodec(JsonCodec):
@@ -903,138 +547,12 @@ def test_a_limit_that_was_not_exceeded_does_not_make_a_split_go_on_for_ever() ->
     assert stand.calls() == 1 + 2 + 4
 
 
-def test_poison_in_a_batch_that_is_too_large() -> None:
-    poison = refusing(5, status=422)
-
-    def api(call: UpstreamCall) -> UpstreamResponse:
-        return taking(4)(call) if len(inputs_of(call)) > 4 else poison(call)
-
-    stand = Stand(FakeUpstream(slots=2).then(api, times=99))
-    outcomes = stand.deliver(16)
-    check_own(outcomes, but=[5])
-    assert isinstance(outcomes[5], InputRefused)
-
-
 def test_a_group_of_a_bisection_that_is_too_large_is_only_halved() -> None:
     stand = Stand(FakeUpstream().then(sick(500)).then(taking(2), times=99))
     check_own(stand.deliver(8))
 
 
-def test_all_but_one_of_a_batch_that_was_too_large_left() -> None:
-    stand = Stand(FakeUpstream().then(taking(2), delay_s=1.0))
-
-    async def main() -> None:
-        batch = stand.batch(3)
-        stand.send(batch)
-        await asyncio.sleep(0.5)
-        stand.broker.cancel(batch[0])
-        stand.broker.cancel(batch[2])
-        await stand.finished()
-        assert isinstance(stand.witness.outcome(batch[1]), Output)
-
-    stand.run(main)
-
-
 # Sick endpoints.
-
-
-def test_a_failing_endpoint_among_three_is_left_alone() -> None:
-    stand = Stand(*(FakeUpstream(name) for name in "abc"))
-    stand.upstreams[0].then(RESET, times=99)
-
-    async def main() -> None:
-        for _ in range(30):
-            check_own(await stand.deliver_now(4))
-        assert stand.states() == {"a": "open", "b": "closed", "c": "closed"}
-
-    stand.run(main)
-    assert len(stand.upstreams[0].calls) <= 5 + 3  # and a few probes, in the pauses of the retries
-
-
-def test_retries_stop_when_the_budget_is_spent() -> None:
-    stand = Stand(*(FakeUpstream(name) for name in "ab"), budget=RetryBudget(0.0, 0.0, kept_max=4.0))
-    for upstream in stand.upstreams:
-        upstream.then(UpstreamResponse(429, b""), times=99)
-
-    async def main() -> None:
-        for _ in range(10):
-            assert kinds(await stand.deliver_now(1)) == {UpstreamFailed}
-
-    stand.run(main)
-    assert stand.calls() == 10 + 2
-
-
-def test_busy_is_not_broken() -> None:
-    stand = Stand(FakeUpstream("a").then(UpstreamResponse(429, b""), times=99))
-
-    async def main() -> None:
-        for _ in range(9):
-            await stand.deliver_now(1)
-
-    stand.run(main)
-    assert (stand.states(), stand.failed()) == ({"a": "closed"}, {"a": 0})
-
-
-@pytest.mark.parametrize(
-    "answer",
-    [
-        UpstreamResponse(200, b"<html>"),
-        UpstreamResponse(200, b'{"outputs":[]}'),
-        UpstreamResponse(404, b""),
-        UpstreamResponse(301, b""),
-    ],
-)
-def test_faults_and_refusals_that_blame_no_input_count_against_the_endpoint(answer: UpstreamResponse) -> None:
-    stand = Stand(FakeUpstream("a").then(answer, times=99))
-
-    async def main() -> None:
-        for _ in range(5):
-            await stand.deliver_now(2)
-        assert stand.states() == {"a": "open"}
-        assert stand.pool.is_down
-
-    stand.run(main)
-    assert len(stand.upstreams[0].calls) == 5
-
-
-def test_while_everything_is_down_a_batch_under_way_waits_for_the_probe() -> None:
-    stand = Stand(FakeUpstream("a").then(RESET, times=6))
-
-    async def main() -> None:
-        await stand.deliver_now(1)  # three failures
-        outcomes = await stand.deliver_now(2)  # two more: open; then it is the probe, which fails; and that was all
-        assert kinds(outcomes) == {UpstreamFailed}
-        assert len(stand.upstreams[0].calls) == 6
-        assert (stand.pool.is_down, stand.pool.free()) == (True, 0)
-        assert stand.clock() == pytest.approx(1000.0 + 0.05 + 0.1 + 0.05 + 0.75, abs=0.01)
-        await asyncio.sleep(1.6)
-        assert (stand.pool.is_down, stand.pool.free()) == (False, 1)  # the next probe is due
-        check_own(await stand.deliver_now(2))
-        assert stand.states() == {"a": "closed"}
-
-    stand.run(main)
-
-
-def test_an_endpoint_that_answers_500_to_its_probes_is_left_alone_for_longer_and_longer() -> None:
-    """A refusal blames nobody until the search has ended; then the pause must begin again."""
-    stand = Stand(FakeUpstream("a").then(sick(500), times=9999))
-
-    async def main() -> None:
-        for _ in range(5):
-            await stand.deliver_now(8)
-        calls = []
-        for _ in range(6):
-            assert (stand.pool.is_down, stand.pool.free()) == (True, 0)
-            down_since = stand.clock()
-            while stand.pool.is_down:  # noqa: ASYNC110 - virtual time
-                await asyncio.sleep(0.01)
-            calls.append((round(stand.clock() - down_since, 1), len(stand.upstreams[0].calls)))
-            assert kinds(await stand.deliver_now(8)) == {UpstreamFailed}
-        pauses_s = [pause_s for pause_s, _ in calls]
-        assert pauses_s == pytest.approx([0.75, 1.5, 3.0, 6.0, 12.0, 22.5], abs=0.2)
-        assert all(later - sooner <= 1 + 14 for (_, sooner), (_, later) in pairwise(calls))
-
-    stand.run(main)
 
 
 class DefectiveCodec(JsonCodec):
@@ -1092,116 +610,7 @@ def test_a_lone_500_of_an_endpoint_not_known_to_be_well_is_asked_elsewhere() -> 
     assert stand.dead_letters.letters == []
 
 
-def test_a_lone_500_that_an_endpoint_known_to_be_well_repeats_is_poison() -> None:
-    stand = Stand(FakeUpstream("a").then(sick(500)), FakeUpstream("b").then(echo).then(sick(500)))
-
-    async def main() -> None:
-        first, second = stand.batch(1), stand.batch(1)
-        sick_one = stand.pool.take()
-        stand.send(first)  # to b, which is well from now on
-        await stand.finished()
-        stand.pool.give_back(sick_one)
-        free = stand.pool.take()  # b; a is next
-        stand.send(second)
-        stand.pool.give_back(free)
-        await stand.finished()
-        assert kinds([stand.witness.outcome(second[0])]) == {InputRefused}
-
-    stand.run(main)
-    assert [len(upstream.calls) for upstream in stand.upstreams] == [1, 2]
-    assert stand.failed() == {"a": 0, "b": 0}
-    assert [code for _, code, _ in stand.dead_letters.letters] == ["input-refused"]
-
-
-@pytest.mark.parametrize("status", [400, 500])
-def test_the_second_endpoint_is_asked_about_an_input_once_also_if_it_never_says_anything(status: int) -> None:
-    """It is busy, so the first one is asked again and refuses again: that is no news, and no reason to go on."""
-    stand = Stand(
-        FakeUpstream("a").then(sick(status), times=999), FakeUpstream("b").then(UpstreamResponse(429, b""), times=999)
-    )
-    (outcome,) = stand.deliver(1, total_timeout_s=60.0)
-    assert isinstance(outcome, InputRefused if status == 400 else UpstreamFailed)
-    assert [len(upstream.calls) for upstream in stand.upstreams] == [2, 1]
-
-
-def test_endpoints_that_fail_every_step_of_a_search_are_all_blamed() -> None:
-    """Else only the one that got the whole batch would be, and the rest be burdened with its parts for ever."""
-    stand = Stand(*(FakeUpstream(name).then(sick(500), times=999) for name in "abc"))
-
-    async def main() -> None:
-        for _ in range(8):
-            if not stand.pool.is_down:
-                assert kinds(await stand.deliver_now(8)) == {UpstreamFailed}
-        assert stand.pool.is_down
-        assert set(stand.states().values()) == {"open"}
-
-    stand.run(main)
-
-
 # One that is in doubt beside one that is known to be well.
-
-
-def test_what_one_in_doubt_refuses_is_asked_of_another_as_a_whole() -> None:
-    """The first refusal is searched, the second is not: two in a row are seldom the fault of inputs."""
-    sick_one, well = FakeUpstream("sick"), FakeUpstream("well", slots=2)
-    stand = Stand(sick_one, well)
-
-    async def main() -> None:
-        for _ in range(2):
-            check_own(await stand.deliver_now(8))
-        sick_one.then(sick(500), times=99)
-        while len(sick_one.calls) < 2:
-            check_own(await stand.deliver_now(8))
-        calls = len(well.calls)
-        while len(sick_one.calls) < 3:
-            check_own(await stand.deliver_now(8))
-        assert {len(call.inputs) for call in well.calls[calls:]} == {8}
-
-    stand.run(main)
-    assert stand.failed()["well"] == 0
-    assert stand.dispatcher.poisoned == 0
-
-
-def test_poison_in_a_batch_that_one_in_doubt_refused_is_found() -> None:
-    first, second = FakeUpstream("first"), FakeUpstream("second")
-    stand = Stand(first, second)
-
-    async def main() -> None:
-        for _ in range(2):
-            check_own(await stand.deliver_now(8))
-        for upstream in (first, second):
-            upstream.then(refusing(3), times=99)
-        stand.pool.members[0].doubt = 1.0
-        outcomes = await stand.deliver_now(8)
-        check_own(outcomes, but=[3])
-        assert isinstance(outcomes[3], InputRefused)
-
-    stand.run(main)
-    assert [len(upstream.calls[1].inputs) for upstream in stand.upstreams] == [8, 8]
-    assert stand.failed() == {"first": 0, "second": 0}
-    assert {member.doubt for member in stand.pool.members} == {0.0}
-
-
-def test_an_endpoint_that_breaks_its_protocol_is_left_for_another() -> None:
-    stand = Stand(FakeUpstream("a").then(UpstreamResponse(200, b"<html>")), FakeUpstream("b"))
-    check_own(stand.deliver(3))
-    assert stand.failed() == {"a": 1, "b": 0}
-
-
-def test_a_batch_that_breaks_every_endpoint_is_sent_as_often_as_attempts_allow() -> None:
-    """However well the others are: it is the inputs, and they would break them all."""
-    stand = Stand(*(FakeUpstream(name) for name in "abcdef"))
-
-    async def main() -> None:
-        for _ in range(6):
-            check_own(await stand.deliver_now(1))
-        for upstream in stand.upstreams:
-            upstream.then(RESET, times=99)
-        calls = stand.calls()
-        assert kinds(await stand.deliver_now(1)) == {UpstreamFailed}
-        assert stand.calls() - calls == 3
-
-    stand.run(main)
 
 
 def test_the_first_retry_at_one_that_is_well_needs_no_budget() -> None:

@@ -28,47 +28,6 @@ def test_some_to_a_turn_in_their_order() -> None:
     VirtualClock().run(main())
 
 
-def test_those_who_waited_come_before_those_who_come() -> None:
-    async def main() -> None:
-        pace, left = ErrorPace(), []
-        for _ in range(2 * ERRORS_A_TURN):
-            pace.is_now(lambda: left.append("waited"))
-        await asyncio.sleep(0)
-        assert not pace.is_now(lambda: left.append("came"))
-        assert left == ["waited"] * ERRORS_A_TURN
-        await asyncio.sleep(0)
-        assert left[-1] == "came"
-
-    VirtualClock().run(main())
-
-
-def test_what_is_ready_runs_between_two_turns() -> None:
-    """Clients that ask again as soon as they are refused: a batch that is ready need not wait for them to stop."""
-
-    async def main() -> None:
-        pace, refused, loop = ErrorPace(), 0, asyncio.get_running_loop()
-
-        def ask() -> None:
-            nonlocal refused
-            if pace.is_now(answered):
-                answered()
-
-        def answered() -> None:
-            nonlocal refused
-            refused += 1
-            if refused < 10_000:
-                ask()  # the client is quick: its next request is there before this turn is over
-
-        loop.call_soon(ask)
-        seen: list[int] = []
-        loop.call_later(0.0, lambda: seen.append(refused))
-        while refused < 10_000:  # noqa: ASYNC110 - every turn is looked at
-            await asyncio.sleep(0)
-        assert seen[0] <= 2 * ERRORS_A_TURN
-
-    VirtualClock().run(main())
-
-
 class BatchBuilder(asyncio.Transport):
     """Takes what is written."""
 

@@ -13,7 +13,7 @@ from carpool.broker.memory import MemoryBroker
 from carpool.broker.pending import PendingRequests
 from carpool.broker.tasks import Tasks
 from carpool.core.batch import Batch
-from carpool.core.errors import CarpoolError, ClientLeft, QueueFull, QueueTimeout
+from carpool.core.errors import CarpoolError, ClientLeft, QueueFull
 from carpool.core.events import Events
 from carpool.core.outcome import CallFacts, Outcome, Output
 from carpool.core.request import Request
@@ -40,14 +40,6 @@ class Failing:
 
     def settled(self, request: Request, outcome: Outcome) -> None:
         raise RuntimeError("a defect")
-
-
-class Unheard(EventLog, Events):
-    """Writes down what it was asked to tell, though nobody has subscribed."""
-
-    def __init__(self) -> None:
-        EventLog.__init__(self)
-        Events.__init__(self)
 
 
 def send_two(stand: Stand) -> list[Request]:
@@ -122,19 +114,6 @@ def test_who_leaves_is_settled_once() -> None:
     assert all(isinstance(outcome, ClientLeft) for outcome in log.outcomes.values())
 
 
-def test_what_is_not_admitted_is_not_told_of_and_what_expires_is() -> None:
-    clock, log = FakeClock(), EventLog()
-    broker = MemoryBroker(waiting_max=1, bytes_max=1000, lanes_max=9, tiers=1, clock=clock)
-    broker.when_work_arrives("m", lambda lane: None)
-    broker.events.subscribe(log)
-    first, second = (make_request(name, Witness(), now=clock(), queue_timeout_s=1.0) for name in ("in", "out"))
-    assert broker.submit(first) is None
-    assert isinstance(broker.submit(second), QueueFull)
-    broker.expire(clock() + 2.0)
-    assert log.told == [("admitted", "in"), ("settled", "in")]
-    assert isinstance(log.outcomes["in"], QueueTimeout)
-
-
 def test_what_another_broker_holds_is_settled_there() -> None:
     clock, log = FakeClock(), EventLog()
     broker = MemoryBroker(waiting_max=9, bytes_max=1000, lanes_max=9, tiers=1, clock=clock)
@@ -177,14 +156,6 @@ def test_a_subscriber_that_raises_harms_nobody(caplog: pytest.LogCaptureFixture)
     assert log.kinds() == ["admitted", "admitted", "taken", "sent", "settled", "settled"]
     assert [record.message.rpartition(" ")[2] for record in caplog.records] == ["1", "2", "4"], "fewer and fewer lines"
     assert all(record.exc_info for record in caplog.records)
-
-
-def test_where_nobody_has_subscribed_nothing_is_done() -> None:
-    stand = Stand(FakeUpstream("gpu"), max_batch=2)
-    stand.events = events = Unheard()
-    requests = send_two(stand)
-    assert [call_of(stand.witness.outcome(request)).endpoint for request in requests] == ["gpu", "gpu"]
-    assert events.told == []
 
 
 def test_whoever_unsubscribes_is_told_no_more() -> None:

@@ -45,8 +45,3 @@ def test_it_is_said_again_when_there_was_room_meanwhile(watched: Watched) -> Non
     assert len(watched.look(700, 900)) == 1
     assert watched.look(500, 700) == []
     assert len(watched.look(900)) == 1
-
-
-def test_a_bound_that_is_passed_already(watched: Watched) -> None:
-    (line,) = watched.look(900, 1200)
-    assert "full in 0 s" in line

@@ -9,7 +9,6 @@ import pytest
 from carpool.broker.redis.fleet.view import (
     BEAT_BYTES_MAX,
     ENDPOINTS_MAX,
-    MEMBERS_MAX,
     MODELS_MAX,
     EndpointHeartbeat,
     FleetView,
@@ -22,14 +21,7 @@ from carpool.broker.redis.fleet.view import (
 )
 from carpool.composition.redis_admission import OTHERS_FIRST_MAX, OTHERS_FIRST_S, FleetAvailability
 from carpool.core.errors import (
-    BrokerDown,
-    CarpoolError,
     ClientLeft,
-    DeadlineExceeded,
-    QueueFull,
-    QueueTimeout,
-    UpstreamDown,
-    UpstreamFailed,
 )
 from carpool.core.request import Request
 from carpool.core.snapshot import Health
@@ -82,23 +74,6 @@ def gateway(age_ms: int = 0, **description: Any) -> bytes:
     return value(encode_heartbeat(Heartbeat(status="ok", **description), with_models=False), age_ms)
 
 
-def test_what_is_said_is_read() -> None:
-    seen = view({b"g": gateway(in_flight=7, rate=12.5, mode="redis")}, {b"b": batcher(m=model())})
-    (one,) = seen.gateways
-    assert (one.name, one.status, one.heartbeat.in_flight, one.heartbeat.rate, one.heartbeat.mode) == (
-        "g",
-        "ok",
-        7,
-        12.5,
-        "redis",
-    )
-    assert one.last_heartbeat == "2023-11-14T22:13:20.000Z"
-    (two,) = seen.batchers
-    assert two.heartbeat.models["m"].mean_batch_size == 60.0
-    # A batcher's own numbers follow from its models.
-    assert (two.heartbeat.in_flight, two.heartbeat.current_utilization) == (2, 0.5)
-
-
 def test_the_silent_are_offline_and_count_for_nothing() -> None:
     said = model(endpoint())
     seen = view({b"g": gateway(1501, rate=5.0)}, {b"old": batcher(1501, m=said), b"new": batcher(1500, m=said)})
@@ -125,10 +100,6 @@ def test_the_silent_are_offline_and_count_for_nothing() -> None:
         gateways=0,
         batchers=1,
     )
-
-
-def test_a_stamp_from_the_future_is_as_silent_as_an_old_one() -> None:
-    assert view(None, {b"b": batcher(-5000)}).live_batchers() == []
 
 
 def test_a_view_grows_old() -> None:
@@ -198,31 +169,10 @@ def test_an_absurd_beat_is_left_out(body: bytes) -> None:
     assert seen.unreadable == 1
 
 
-@pytest.mark.parametrize("role", [b'"both"', b'"serve"', b'"a later word"', b"7"])
-def test_a_word_of_another_version_does_no_harm(role: bytes) -> None:
-    """What a process is follows from where its heartbeat is; a word for it that others may write is passed over."""
-    seen = view(
-        {b"g": value(b'{"status":"ok","role":' + role + b"}")}, {b"b": value(b'{"role":' + role + b',"status":"ok"}')}
-    )
-    assert [member.name for member in (*seen.live_gateways(), *seen.live_batchers())] == ["g", "b"]
-    assert seen.unreadable == 0
-
-
 @pytest.mark.parametrize("stamp", [b"", b"x", b"-5", b"9" * 15, b"9" * 5000])
 def test_an_absurd_stamp_is_left_out(stamp: bytes) -> None:
     seen = view(None, {b"bad": stamp + b' {"status":"ok"}'})
     assert (seen.batchers, seen.unreadable) == ((), 1)
-
-
-def test_names_are_bounded_and_printable() -> None:
-    seen = view(None, {b"x" * 257: batcher(), b"\x1b[31mred\xff": batcher()})
-    assert [member.name for member in seen.batchers] == ["\N{REPLACEMENT CHARACTER}[31mred\N{REPLACEMENT CHARACTER}"]
-    assert seen.unreadable == 1
-
-
-def test_a_fleet_is_bounded() -> None:
-    seen = view(None, {b"b%d" % number: batcher() for number in range(MEMBERS_MAX + 10)})
-    assert len(seen.batchers) == MEMBERS_MAX
 
 
 @pytest.mark.parametrize("reply", [None, b"OK", [], [1, []], [b"1", [], []]])
@@ -242,13 +192,6 @@ def test_a_beat_is_cut_to_its_bounds() -> None:
     assert member.heartbeat.models["m0"].slots == 10**9
     assert member.heartbeat.models["m0"].healthy_slots == 0
     assert member.heartbeat.models["m0"].current_utilization == 1.0
-
-
-def test_many_short_endpoints_are_all_shown() -> None:
-    endpoints = [endpoint(f"http://gpu-{number}/") for number in range(500)]
-    heartbeat = encode_heartbeat(Heartbeat("ok", models={"m": model(*endpoints)}), with_models=True)
-    (member,) = view(None, {b"b": value(heartbeat)}).batchers
-    assert len(member.heartbeat.models["m"].endpoints) == 500
 
 
 def test_the_outline_changes_with_what_matters_alone() -> None:
@@ -278,41 +221,6 @@ def test_where_nothing_works_one_request_is_let_in_with_each_view() -> None:
     assert [tried.takes_probe(a_request()) for _ in range(3)] == [True, False, False]
     assert tried.retry_after_s() == 1
     assert (heard().takes_probe(a_request()), heard().retry_after_s()) == (False, 1)
-
-
-@pytest.mark.parametrize(
-    ("end", "is_next"),
-    [
-        (ClientLeft("left"), True),
-        (DeadlineExceeded("late"), True),
-        (QueueTimeout("late"), True),
-        (QueueFull("full"), True),
-        (BrokerDown("away"), True),
-        (UpstreamDown("shut to this owner"), True),
-        (UpstreamFailed("no"), False),
-    ],
-)
-def test_who_is_let_in_to_try_and_tells_nothing_keeps_nobody_else_out(end: CarpoolError, is_next: bool) -> None:
-    availability = tried_at_last()
-    hasty = a_request("hasty")
-    assert availability.takes_probe(hasty)
-    assert not availability.takes_probe(a_request("patient"))
-    hasty.settle(end, 0.01)
-    # However often the same owner comes: now it is the others' turn, for a moment.
-    assert not any(availability.takes_probe(a_request("hasty", now=0.02)) for _ in range(100))
-    assert availability.takes_probe(a_request("patient", now=0.02)) == is_next
-    assert not availability.takes_probe(a_request("other", now=0.02))
-
-
-def test_two_owners_who_tell_nothing_do_not_take_turns_before_others() -> None:
-    availability = tried_at_last()
-    for name in ("hasty", "rash"):
-        hasty = a_request(name)
-        assert availability.takes_probe(hasty)
-        hasty.settle(ClientLeft("left"), 0.01)
-    assert not availability.takes_probe(a_request("hasty", now=0.02))
-    assert not availability.takes_probe(a_request("rash", now=0.02))
-    assert availability.takes_probe(a_request("patient", now=0.02))
 
 
 def test_of_owners_who_tell_nothing_so_many_are_remembered() -> None:

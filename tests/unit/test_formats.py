@@ -96,12 +96,6 @@ def test_all_that_is_known_of_a_call_arrives() -> None:
     assert msgspec.structs.asdict(call) == msgspec.structs.asdict(CALL)
 
 
-def test_a_batcher_that_knows_less_of_a_call_is_understood() -> None:
-    written = msgspec.msgpack.encode(reply_with(OlderCallRecord(3, 0.25, "v1")))
-    (call,) = decode_reply(written).calls
-    assert msgspec.structs.asdict(call) == msgspec.structs.asdict(CallFacts(3, 0.25, "v1"))
-
-
 def test_a_gateway_that_knows_less_of_a_call_understands() -> None:
     written = msgspec.msgpack.encode(CALL)
     assert msgspec.msgpack.decode(written, type=OlderCallRecord) == OlderCallRecord(3, 0.25, "v1")

@@ -1,7 +1,6 @@
 """What one batcher cannot serve, another one does: in virtual time, with the classes of a batcher."""
 
 import asyncio
-from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from random import Random
@@ -10,7 +9,7 @@ import msgspec
 import pytest
 
 from carpool.broker.redis.batcher.history import RETURNS_MAX
-from carpool.core.errors import InputRefused, UpstreamError
+from carpool.core.errors import UpstreamError
 from carpool.testing import AttemptFailedError, FakeUpstream, UpstreamCall, UpstreamResponse, echo, inputs_of
 from support.sick_endpoints import FAULTS
 from support.virtual_fleet import VirtualFleet, answered
@@ -97,29 +96,6 @@ def test_one_that_refuses_everything_blames_nobody(fault: str) -> None:
     assert answered(fleet.entries) == len(fleet.entries)
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_an_endpoint_that_fails_half_of_its_calls_blames_no_input(seed: int) -> None:
-    chance = Random(seed)
-
-    def half(call: UpstreamCall) -> UpstreamResponse:
-        return UpstreamResponse(500, b"{}") if chance.random() < 0.5 else echo(call)
-
-    fleet = VirtualFleet(endpoint(half, "half"), endpoint(echo, "well"))
-    fleet.run(lambda: load(fleet, 300, owners=3))
-    assert all(stand.dispatcher.poisoned == 0 for stand in fleet.stands)
-    assert answered(fleet.entries) == len(fleet.entries)
-
-
-@pytest.mark.parametrize("owners", [1, 3])
-@pytest.mark.parametrize("fault", ["500", "503", "429", "reset"])
-def test_two_sick_batchers_do_not_hand_an_entry_to_each_other_for_ever(fault: str, owners: int) -> None:
-    sick = [endpoint(FAULTS[fault], f"sick {number}", 0.005) for number in range(2)]
-    fleet = VirtualFleet(*sick, endpoint(echo, "well"))
-    fleet.run(lambda: load(fleet, 200, owners))
-    assert max(len(entry.had_by) for entry in fleet.entries) <= RETURNS_MAX + 1
-    assert answered(fleet.entries) >= 0.98 * len(fleet.entries)
-
-
 @pytest.mark.parametrize("fault", ["500", "503", "reset"])
 def test_where_all_are_sick_each_request_fails_once(fault: str) -> None:
     sick = [endpoint(FAULTS[fault], f"sick {number}", 0.005) for number in range(3)]
@@ -141,23 +117,6 @@ def test_an_input_that_kills_servers_takes_nobody_along() -> None:
     fleet.run(main)
     deadly = [entry for entry in fleet.entries if b"deadly" in entry.value]
     assert all(isinstance(entry.error, UpstreamError) for entry in deadly)
-    assert answered(fleet.entries) == len(fleet.entries) - 1
-
-
-def test_a_bad_input_is_found_with_the_help_of_one_more_call_at_most() -> None:
-    servers = [endpoint(refuses, f"server {number}") for number in range(2)]
-    fleet = VirtualFleet(*servers)
-
-    async def main() -> None:
-        await load(fleet, 100, owners=5)
-        fleet.send(b"bad", "careless")
-        await load(fleet, 100, owners=5)
-
-    fleet.run(main)
-    bad = [entry for entry in fleet.entries if b"bad" in entry.value]
-    assert [type(entry.error) for entry in bad] == [InputRefused]
-    sends = Counter(value for server in servers for value in server.sent)  # type: ignore[attr-defined]
-    assert sends[bad[0].value] <= 8
     assert answered(fleet.entries) == len(fleet.entries) - 1
 
 

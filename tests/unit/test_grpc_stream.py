@@ -258,23 +258,6 @@ async def test_at_a_drain_what_came_is_answered(stand: Stand) -> None:
     assert late is not None and late.code == "draining"
 
 
-async def test_many_in_one_message_come_in_over_some_turns(stand: Stand, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And whatever happens between: all of them came before the drain."""
-    monkeypatch.setattr(calls, "TURN_S", 0.0)
-    running = stand.start()
-    stand.call.is_reading.set()
-    stand.call.ask(*map(str, range(100)))
-    await some_came_in(stand)
-    assert stand.broker.held < 100
-    stand.streams.drain()
-    while not running.done():
-        await asyncio.sleep(0)
-        stand.answer_all()
-    assert sorted(int(each.id) for each in stand.call.answers) == list(range(100))
-    ended = await running
-    assert ended is not None and ended.code == "draining"
-
-
 async def test_who_leaves_while_a_message_is_taken_leaves_nothing(
     stand: Stand, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,8 +1,5 @@
 """How fast tokens may be guessed (rules at the top of `face/http/guess_pace.py`)."""
 
-from hypothesis import given
-from hypothesis import strategies as st
-
 from carpool.face.http.guess_pace import ADDRESSES_MAX, ALL_MAX, ALL_S, OWN_MAX, OWN_S, GuessPace, network_of
 
 
@@ -14,15 +11,6 @@ def guesses(pace: GuessPace, address: str, tries: int, now: float) -> int:
             taken += 1
             pace.was_wrong(address, now)
     return taken
-
-
-@given(st.lists(st.tuples(st.floats(0.0, 20.0), st.integers(0, 30)), max_size=30))
-def test_an_address_has_so_many_at_once_and_one_more_in_a_time(tries: list[tuple[float, int]]) -> None:
-    pace, now, taken = GuessPace(), 5.0, 0
-    for pause_s, number in tries:
-        now += pause_s
-        taken += guesses(pace, "a", number, now)
-        assert taken <= OWN_MAX + (now - 5.0) / OWN_S + 1e-6
 
 
 def test_all_together_have_a_pace_too_but_not_those_who_are_known() -> None:

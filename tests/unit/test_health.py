@@ -7,14 +7,12 @@ from datetime import UTC, datetime
 import pytest
 
 from carpool.core.clock import Clock
-from carpool.core.snapshot import EndpointHealth
 from carpool.testing import FakeClock, FakeUpstream
 from carpool.upstream.breaker import Breaker
 from carpool.upstream.endpoint import AttemptFailedError, Endpoint, UpstreamResponse
 from carpool.upstream.fleet import Address, Fleet
 from carpool.upstream.health import (
     FAILED_PROBES_MAX,
-    PROBES_AT_ONCE_MAX,
     HealthWatch,
     LoadSource,
     endpoint_state,
@@ -106,31 +104,6 @@ async def test_an_endpoint_that_fails_three_probes_is_offline_and_one_good_one_b
     assert setup.gpu.asked == ["/health"] * 4
 
 
-async def test_an_endpoint_that_is_closed_to_one_owner_is_not_healthy_and_still_open_to_others() -> None:
-    setup = Setup()
-    pool, member = setup.pool, setup.member
-    while member.breaker.state == "closed":
-        pool.record_failure(member, ["bad"])
-    assert healthy_slots(pool.members, setup.clock()) == 0
-    assert pool.is_none_closed and pool.is_shut_to_some
-    member.breaker.started(setup.clock())  # others try it
-    assert pool.is_shut_to_some
-    member.probing = True
-    pool.record_failure(member, ["good"])  # now it is closed to all
-    assert not pool.is_shut_to_some
-
-
-@pytest.mark.parametrize(
-    ("status", "is_alive"),
-    [(200, True), (204, True), (404, True), (401, True), (500, False), (503, False), (400, False)],
-)
-async def test_a_page_that_is_not_there_says_nothing_against_the_server(status: int, is_alive: bool) -> None:
-    setup = Setup()
-    setup.gpu.page = UpstreamResponse(status, b"")
-    await setup.watch.probe_quiet_ones()
-    assert setup.state == ("healthy" if is_alive else "degraded")
-
-
 async def test_without_a_health_path_a_connection_will_do() -> None:
     setup = Setup(health_path=None)
     await setup.watch.probe_quiet_ones()
@@ -139,25 +112,6 @@ async def test_without_a_health_path_a_connection_will_do() -> None:
     setup.gpu.is_reachable = False
     await setup.watch.probe_quiet_ones()
     assert setup.state == "degraded"
-
-
-async def test_an_endpoint_that_answers_calls_is_not_probed() -> None:
-    setup = Setup()
-    setup.pool.record_success(setup.member)
-    setup.clock.advance(1.9)
-    await setup.watch.probe_quiet_ones()
-    assert setup.gpu.asked == []
-    setup.clock.advance(0.2)
-    await setup.watch.probe_quiet_ones()
-    assert setup.gpu.asked == ["/health"]
-
-
-def test_a_call_that_is_answered_ends_the_count_of_failed_probes() -> None:
-    setup = Setup()
-    setup.member.failed_probes = FAILED_PROBES_MAX
-    assert setup.state == "offline"
-    setup.pool.record_success(setup.member)
-    assert setup.state == "healthy"
 
 
 async def test_probes_are_made_by_themselves_at_intervals_and_a_failure_inside_does_not_end_them() -> None:
@@ -177,28 +131,6 @@ async def test_probes_are_made_by_themselves_at_intervals_and_a_failure_inside_d
 
     gpu = await asyncio.to_thread(clock.run, main())
     assert gpu.asked == ["/health"] * 6  # at the start, and every two seconds
-
-
-async def test_so_many_probes_at_once_and_no_more() -> None:
-    clock = FakeClock()
-
-    async def main() -> int:
-        most = 0
-        gpu = PagedUpstream()
-        gpu.delay_s = 0.5
-
-        class Counting(PagedUpstream):
-            async def get(self, where: str, timeout_s: float) -> UpstreamResponse:
-                nonlocal most
-                most = max(most, gpu.probes_under_way + 1)
-                return await gpu.get(where, timeout_s)
-
-        pool = Pool([Counting(f"e{number}") for number in range(3 * PROBES_AT_ONCE_MAX)], clock)
-        await make_watch(pool, clock).probe_quiet_ones()
-        assert len(gpu.asked) == 3 * PROBES_AT_ONCE_MAX
-        return most
-
-    assert await asyncio.to_thread(clock.run, main()) == PROBES_AT_ONCE_MAX
 
 
 async def test_the_load_on_the_metrics_page_sets_the_limit() -> None:
@@ -257,37 +189,6 @@ def test_the_state_tells_the_breaker_and_the_limit() -> None:
     assert state_of(member, clock()) == "degraded"
     breaker.succeeded()
     assert state_of(member, clock()) == "healthy"
-
-
-def test_what_the_page_shows_of_an_endpoint() -> None:
-    clock = FakeClock()
-    pool = Pool([FakeUpstream("http://gpu-1:9000/infer", slots=4)], clock)
-    member = pool.members[0]
-    assert endpoint_state(member, clock(), WALL) == EndpointHealth(
-        endpoint="http://gpu-1:9000/infer",
-        state="healthy",
-        utilization=0.0,
-        in_flight=0,
-        limit=4,
-        slots=4,
-        breaker="closed",
-        last_heartbeat=None,
-    )
-    pool.take()
-    pool.take()
-    clock.advance(1.0)
-    pool.give_back(member)
-    pool.record_success(member)
-    clock.advance(1.5)
-    member.measure(clock())
-    shown = endpoint_state(member, clock(), WALL)
-    assert shown.in_flight == 1
-    assert shown.utilization == 0.175  # 3.5 of 10 slot-seconds, half of which counts
-    assert shown.last_heartbeat == "2026-01-02T03:04:03.500Z"
-    member.load.report(0.93)
-    member.alive_at = clock()
-    shown = endpoint_state(member, clock(), WALL)
-    assert (shown.utilization, shown.last_heartbeat) == (0.93, "2026-01-02T03:04:05.000Z")
 
 
 # A fleet that changes
@@ -374,16 +275,3 @@ async def test_a_new_endpoint_ends_an_outage() -> None:
     fleet.change_to(fleet.prepare([Address("a", 1)], make_endpoint))
     assert (pool.is_down, pool.free()) == (True, 0)
     await fleet.close()
-
-
-async def test_slot_seconds_of_an_endpoint_that_left_still_count() -> None:
-    clock = FakeClock()
-    fleet, make_endpoint = make_fleet(clock, Address("a", 1))
-    taken = fleet.pool.take()
-    clock.advance(2.0)
-    fleet.change_to(fleet.prepare([Address("b", 1)], make_endpoint))
-    clock.advance(1.0)
-    assert fleet.pool.busy_seconds() == 3.0
-    fleet.pool.give_back(taken)
-    clock.advance(1.0)
-    assert fleet.pool.busy_seconds() == 3.0

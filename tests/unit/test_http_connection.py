@@ -5,7 +5,6 @@ may not depend on which.
 """
 
 import asyncio
-import itertools
 import json
 import re
 import time
@@ -18,10 +17,10 @@ import pytest
 from carpool.core.errors import CarpoolError, Malformed, MethodNotAllowed, RateLimited, Shed, Unauthorized
 from carpool.core.timers import TURN_S
 from carpool.face.http import connection, state
-from carpool.face.http.connection import BACKLOG_ENTRY_BYTES, LINGER_S, TOLD_MAX, UNSENT_PARTS_MAX, Connection
+from carpool.face.http.connection import BACKLOG_ENTRY_BYTES, TOLD_MAX, Connection
 from carpool.face.http.exchange import Exchange
 from carpool.face.http.problem import respond_problem
-from carpool.face.http.server import READ_BYTES_MIN, SWEEP_PARTS, TICK_S, HttpServer
+from carpool.face.http.server import SWEEP_PARTS, TICK_S, HttpServer
 from carpool.face.http.state import LONG_BODY_BYTES, HttpLimits
 from carpool.testing import FakeClock
 
@@ -33,7 +32,6 @@ LIMITS = HttpLimits(
     pipeline_max=4,
     connections_max=5,
 )
-ROOMY = msgspec.structs.replace(LIMITS, receiving_bytes_max=5_000_000)
 
 
 class FakeTransport(asyncio.Transport):
@@ -203,60 +201,6 @@ Split = Callable[[bytes], list[bytes]]
 # What is taken
 
 
-ACCEPTED: dict[str, tuple[bytes, bytes, bytes, bytes]] = {
-    "get": (get("/a?b=c"), b"GET", b"/a?b=c", b""),
-    "body": (post(b"hello"), b"POST", b"/x", b"hello"),
-    "empty body": (post(b""), b"POST", b"/x", b""),
-    "chunked": (chunked(b"hel", b"lo"), b"POST", b"/x", b"hello"),
-    "chunked with nothing in it": (chunked(), b"POST", b"/x", b""),
-    "chunk extensions": (chunked(b"hello", extension=b";a=b;c"), b"POST", b"/x", b"hello"),
-    "trailers": (chunked(b"hello", trailers=b"X-Sum: 1\r\nHost: other\r\n"), b"POST", b"/x", b"hello"),
-    "absolute target": (get("http://other/a"), b"GET", b"http://other/a", b""),
-    "options *": (b"OPTIONS * HTTP/1.1\r\nHost: x\r\n\r\n", b"OPTIONS", b"*", b""),
-    "head": (b"HEAD /x HTTP/1.1\r\nHost: x\r\n\r\n", b"HEAD", b"/x", b""),
-    "leading line ends": (b"\r\n\r\n" + get(), b"GET", b"/x", b""),
-    "names in any case": (b"GET /x HTTP/1.1\r\nHOST: x\r\nX-A: 1\r\nx-b: 2\r\n\r\n", b"GET", b"/x", b""),
-    "no space after the colon": (b"GET /x HTTP/1.1\r\nHost:x\r\n\r\n", b"GET", b"/x", b""),
-    "kept alive 1.0": (get("/x", "Connection: keep-alive", version="1.0"), b"GET", b"/x", b""),
-    "1.0 without host": (b"GET /x HTTP/1.0\r\nConnection: keep-alive\r\n\r\n", b"GET", b"/x", b""),
-    "zeros before the length": (post(b"hello").replace(b": 5", b": " + b"0" * 5000 + b"5"), b"POST", b"/x", b"hello"),
-    "upgrade": (get("/x", "Connection: Upgrade", "Upgrade: websocket"), b"GET", b"/x", b""),
-    "upgrade with a body": (
-        # As Java's HttpClient asks for HTTP/2 on its first request.
-        post(b"hello", "Connection: Upgrade, HTTP2-Settings", "HTTP2-Settings: AAEAAEAAAAIAAAAB", "Upgrade: h2c"),
-        b"POST",
-        b"/x",
-        b"hello",
-    ),
-    "upgrade with a chunked body": (
-        chunked(b"hel", b"lo").replace(b"Host: test", b"Host: test\r\nUpgrade: h2c\r\nConnection: upgrade"),
-        b"POST",
-        b"/x",
-        b"hello",
-    ),
-}
-
-
-@three_ways
-@pytest.mark.parametrize("name", ACCEPTED)
-def test_accepted(name: str, split: Split) -> None:
-    data, method, target, body = ACCEPTED[name]
-    face = Face(msgspec.structs.replace(LIMITS, header_bytes_max=8192))
-    face.feed(*split(data))
-    [exchange] = face.seen
-    assert (exchange.method, exchange.target, exchange.body) == (method, target, body)
-    assert exchange.keep_alive
-    assert all(header == header.lower() for header in exchange.headers)
-    face.answer_all()
-    assert [answer.status for answer in answers(face.transport.written, method == b"HEAD")] == [200]
-    assert face.transport.is_reading() and not face.transport.is_closing()
-    assert face.server.state.receiving_bytes == 0
-
-    # And the connection is at the right place for the next request.
-    face.feed(*([b"st: y\r\n\r\n"] if split is with_more_behind else [get("/behind")]))
-    assert [exchange.target for exchange in face.seen] == [target, b"/behind"]
-
-
 @three_ways
 @pytest.mark.parametrize(
     "data",
@@ -278,43 +222,10 @@ def test_the_last_request_of_a_connection(data: bytes, split: Split, answer_at_o
     assert len(face.seen) == 1
 
 
-def test_an_upgrade_keeps_the_rest_of_its_connection_header() -> None:
-    face = Face(answer_at_once=True)
-    face.feed(get("/x", "Connection: close, Upgrade", "Upgrade: h2c"))
-    assert [answer.is_last for answer in face.answers] == [True]
-    assert face.transport.eof
-
-
 def test_a_1_0_client_that_asks_to_stay_is_told_so() -> None:
     face = Face(answer_at_once=True)
     face.feed(get("/x", "Connection: keep-alive", version="1.0"), get("/x"))
     assert [answer.headers.get("connection") for answer in face.answers] == ["keep-alive", None]
-
-
-def test_head_and_204_have_no_body() -> None:
-    face = Face()
-    face.feed(b"HEAD /longer HTTP/1.1\r\nHost: x\r\n\r\n", get("/b"))
-    face.answer(face.seen[0])
-    face.seen[1].respond(204, b"", b"")
-    [head, none] = answers(face.transport.written, heads_only=True)
-    assert head.headers["content-length"] == "7"
-    assert "content-length" not in none.headers
-
-
-@three_ways
-def test_repeated_headers_are_joined(split: Split) -> None:
-    face = Face()
-    face.feed(*split(get("/x", "Accept: a", "accept: b")))
-    assert face.seen[0].headers[b"accept"] == b"a, b"
-
-
-@pytest.mark.parametrize("split", [whole, byte_by_byte])
-def test_a_trailer_never_becomes_a_header(split: Split) -> None:
-    face = Face(answer_at_once=True)
-    face.feed(*split(chunked(b"x", trailers=b"Authorization: stolen\r\nX-Request-Id: theirs\r\n") + get("/next")))
-    assert [exchange.target for exchange in face.seen] == [b"/x", b"/next"]
-    for exchange in face.seen:
-        assert not {b"authorization", b"x-request-id"} & set(exchange.headers)
 
 
 # What is refused
@@ -397,16 +308,6 @@ def test_refused(name: str, split: Split) -> None:
     assert face.transport.aborted
 
 
-def test_a_refusal_waits_for_the_answers_before_it() -> None:
-    face = Face()
-    face.feed(get("/a") + get("/b") + b"nonsense\r\n\r\n")
-    assert face.transport.written == b""
-    face.answer(face.seen[1])
-    assert face.transport.written == b""
-    face.answer(face.seen[0])
-    assert face.statuses == [200, 200, 400]
-
-
 def test_a_refusal_waits_for_the_backlog_too() -> None:
     face = Face()
     face.feed(b"".join(get(f"/{i}") for i in range(10)) + b"nonsense\r\n\r\n")
@@ -429,14 +330,6 @@ def test_too_long_is_said_before_the_body_has_come() -> None:
     face.connect()
     face.feed(chunked(*[b"x" * 500] * 5)[:-480])
     assert face.statuses == [413]
-
-
-def test_long_headers_are_refused_before_they_end() -> None:
-    face = Face()
-    face.feed(b"GET /x HTTP/1.1\r\nHost: x\r\nA: ", b"a" * 900)
-    assert face.statuses == []
-    face.feed(b"a" * 900)
-    assert face.statuses == [431]
 
 
 def test_headers_of_two_short_reads_are_measured_together() -> None:
@@ -465,70 +358,7 @@ def test_headers_cut_by_a_read_full_of_other_requests_are_not_long() -> None:
     assert [face.seen[0].target, face.seen[-1].target] == [b"/first", b"/cut"]
 
 
-def test_many_small_reads_of_a_body_are_not_long_headers() -> None:
-    face = Face(answer_at_once=True)
-    face.feed(*byte_by_byte(chunked(*[b"ab"] * 900)))
-    assert face.statuses == [200]
-
-
 # Order and pipelining
-
-
-def test_answers_leave_in_the_order_of_their_requests() -> None:
-    face = Face()
-    face.feed(get("/a") + get("/b"), get("/c"))
-    for which in (2, 1):
-        face.answer(face.seen[which])
-        assert face.transport.written == b""
-    face.answer(face.seen[0])
-    assert [answer.body for answer in face.answers] == [b"/a", b"/b", b"/c"]
-
-
-def test_reading_pauses_at_so_many_in_flight_and_goes_on() -> None:
-    face = Face()
-    face.feed(*(get(f"/{i}") for i in range(4)))
-    assert face.transport.is_reading()
-    face.feed(get("/4") + get("/5"))
-    assert len(face.seen) == 4
-    assert not face.transport.is_reading()
-    face.answer(face.seen[0])
-    assert len(face.seen) == 5
-    assert not face.transport.is_reading()
-    face.answer(face.seen[1])
-    face.answer(face.seen[2])
-    assert len(face.seen) == 6
-    assert face.transport.is_reading()
-    face.answer_all()
-    assert [answer.body for answer in face.answers] == [f"/{i}".encode() for i in range(6)]
-
-
-@pytest.mark.parametrize("answer_at_once", [True, False])
-@pytest.mark.parametrize("request_bytes", [get("/n"), get("/n", "Connection: upgrade", "Upgrade: h2c")])
-def test_a_read_with_thousands_of_requests(answer_at_once: bool, request_bytes: bytes) -> None:
-    face = Face(ROOMY, answer_at_once=answer_at_once)
-    face.feed(request_bytes * 2500)
-    assert len(face.seen) == (2500 if answer_at_once else 4)
-    face.answer_all()
-    assert face.statuses == [200] * 2500
-    assert face.transport.is_reading()
-    assert face.server.state.receiving_bytes == 0
-
-
-def test_thousands_in_the_backlog_that_are_answered_at_once() -> None:
-    face = Face(ROOMY)
-    face.feed(get("/n") * 2500)
-    face.answer_at_once = True
-    face.answer(face.seen[0])
-    face.answer_all()
-    assert face.statuses == [200] * 2500
-
-
-def test_the_last_of_a_pipeline_may_ask_to_close() -> None:
-    face = Face()
-    face.feed(get("/a") * 5 + get("/b", "Connection: close") + get("/c"))
-    face.answer_all()
-    assert [(answer.status, answer.is_last) for answer in face.answers] == [(200, False)] * 5 + [(200, True)]
-    assert len(face.seen) == 6
 
 
 # Expect: 100-continue
@@ -579,45 +409,7 @@ def test_permission_does_not_overtake_the_backlog() -> None:
     assert face.transport.written.endswith(CONTINUE)
 
 
-def test_no_permission_where_none_is_needed() -> None:
-    for head in (get("/x", "Expect: 100-continue", "Content-Length: 5", version="1.0"), EXPECTING[:-5] + b"hello"):
-        face = Face()
-        face.feed(get("/before") + head)
-        face.answer(face.seen[0])
-        assert CONTINUE not in face.transport.written
-
-
-def test_too_long_is_said_in_place_of_the_permission() -> None:
-    face = Face()
-    face.feed(post(b"x" * 3000, "Expect: 100-continue")[:-3000])
-    assert face.statuses == [413]
-
-
 # Back-pressure and memory
-
-
-def test_a_client_that_does_not_read_gets_no_new_work_done() -> None:
-    face = Face()
-    face.feed(get("/a"))
-    face.connection.pause_writing()
-    assert not face.transport.is_reading()
-    face.feed(get("/b") + get("/c"))  # what the transport had read already
-    face.answer_all()
-    assert [exchange.target for exchange in face.seen] == [b"/a"]
-    face.connection.resume_writing()
-    face.answer_all()
-    assert [answer.body for answer in face.answers] == [b"/a", b"/b", b"/c"]
-    assert face.transport.is_reading()
-
-
-def test_a_write_that_stalls_ends_the_connection() -> None:
-    face = Face()
-    face.transport.waiting = 100_000
-    face.sweep()
-    face.sweep(LIMITS.write_timeout_s - 0.1)
-    assert not face.transport.aborted
-    face.sweep(0.1)
-    assert face.transport.aborted
 
 
 def test_a_write_that_stalls_while_the_connection_closes_ends_it() -> None:
@@ -629,30 +421,6 @@ def test_a_write_that_stalls_while_the_connection_closes_ends_it() -> None:
     assert not face.transport.aborted
     face.sweep(0.1)
     assert face.transport.aborted
-
-
-def test_a_client_has_a_moment_after_it_has_got_its_last_answer() -> None:
-    face = Face(answer_at_once=True)
-    face.transport.waiting = 100_000
-    face.feed(get("/a", "Connection: close"))
-    for _ in range(20):
-        face.sweep(LINGER_S)
-        face.transport.waiting -= READ_BYTES_MIN
-    face.transport.waiting = 0
-    face.sweep(LINGER_S / 2)
-    assert not face.transport.aborted
-    face.sweep(LINGER_S)
-    assert face.transport.aborted
-
-
-def test_a_client_that_reads_little_by_little_is_not_cut_off() -> None:
-    face = Face()
-    face.connection.bytes_out = 100_000
-    face.transport.waiting = 100_000
-    for _ in range(9):
-        face.sweep(LIMITS.write_timeout_s - 0.5)
-        face.transport.waiting -= READ_BYTES_MIN
-    assert not face.transport.aborted
 
 
 def test_bodies_that_are_partly_received_are_counted_over_all_connections() -> None:
@@ -674,17 +442,6 @@ def test_bodies_that_are_partly_received_are_counted_over_all_connections() -> N
     assert len(face.seen[-1].body) == 2000
     assert first.written == b""
     face.connection.connection_lost(None)
-
-
-def test_bodies_in_the_backlog_are_counted_too() -> None:
-    face = Face()
-    face.feed(get("/a") * 4, post(b"x" * 1400) * 2)
-    assert face.server.state.receiving_bytes == 2 * (1400 + BACKLOG_ENTRY_BYTES)
-    face.connect()
-    face.feed(get("/a") * 4, post(b"y" * 1500))
-    face.answer_all()
-    assert face.statuses == [200] * 5 + [503]
-    assert face.server.state.receiving_bytes == 0
 
 
 def test_a_lost_connection_gives_its_bytes_back() -> None:
@@ -733,23 +490,6 @@ async def turns_until(condition: Callable[[], bool]) -> None:
     raise AssertionError("it never was")
 
 
-async def test_of_long_bodies_that_end_together_one_is_read_in_a_turn() -> None:
-    face, _, transports = busy_face(4)
-    face.connect()
-    face.feed(get("/small"))  # which does not wait
-    assert face.seen[-1].target == b"/small" and len(face.seen) == 2
-    read: list[int] = []
-
-    def is_all_read() -> bool:
-        read.append(len(face.seen))
-        return read[-1] == 5
-
-    await turns_until(is_all_read)
-    assert max(after - before for before, after in itertools.pairwise(read)) == 1
-    assert face.server.state.receiving_bytes == 0
-    assert [answers(bytes(each.written))[0].status for each in transports] == [200] * 4
-
-
 async def test_a_client_that_leaves_before_its_turn_costs_no_more() -> None:
     face, connections, _ = busy_face(3)
     connections[1].connection_lost(None)
@@ -790,13 +530,6 @@ async def test_a_long_body_whose_turn_comes_too_late_is_refused() -> None:
     assert answers(bytes(transports[1].written))[0].status == 503 and len(face.seen) == 1
 
 
-async def test_behind_a_long_body_answers_keep_their_order() -> None:
-    face, connections, transports = busy_face(2)
-    connections[1].data_received(get("/behind"))
-    await turns_until(lambda: len(face.seen) == 3)
-    assert [each.body for each in answers(bytes(transports[1].written))] == [b"/x", b"/behind"]
-
-
 # Time
 
 
@@ -810,19 +543,6 @@ def test_a_request_that_does_not_arrive_in_time() -> None:
         face.sweep(1.0)
         assert face.statuses == [408]
         assert face.transport.eof
-
-
-def test_time_in_which_we_do_not_read_is_not_the_clients() -> None:
-    face = Face()
-    face.feed(get("/a") * 5 + post(b"hello")[:-1])
-    assert not face.transport.is_reading()
-    face.sweep(60.0)
-    assert face.transport.written == b""
-    face.answer_all()
-    face.sweep(9.0)
-    face.feed(b"o")
-    face.answer_all()
-    assert face.statuses == [200] * 6
 
 
 def test_an_idle_connection_is_closed_and_a_waiting_one_is_not() -> None:
@@ -869,22 +589,6 @@ def test_whoever_waits_or_was_just_answered_is_not_looked_at_but_in_time() -> No
     face.answer_all()
     face.pass_time(LIMITS.idle_timeout_s + 1.0)
     assert face.transport.closed
-
-
-async def test_a_round_of_the_sweep_is_not_slowed_by_connections_that_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    face = Face(HttpLimits())
-    for _ in range(99):
-        face.connect()
-    swept: list[Connection] = []
-
-    def sweep(connection: Connection) -> None:
-        swept.append(connection)
-        face.server.connections.discard(connection)
-
-    monkeypatch.setattr(face.server, "sweep", sweep)
-    for _ in range(SWEEP_PARTS):
-        face.server.tick()
-    assert len(swept) == 100
 
 
 def test_after_a_stop_of_the_process_what_came_meanwhile_is_read_first() -> None:
@@ -951,25 +655,6 @@ def test_parts_wait_for_the_responses_before_them() -> None:
     assert whole and chunks(b"HTTP" + streamed) == [b"x"]
 
 
-def test_a_writer_waits_for_its_turn_when_much_is_unsent() -> None:
-    face, second = writing(get("/a") + get("/b"))
-    assert second.write(b"x")
-    assert not second.write(b"x" * UNSENT_PARTS_MAX)
-    assert face.writable == []
-    face.answer(face.seen[0])
-    assert face.writable == [second]
-    assert second.write(b"y")
-
-
-def test_a_writer_waits_for_a_client_that_does_not_read() -> None:
-    face, exchange = writing(get("/a"))
-    face.connection.pause_writing()
-    assert not exchange.write(b"x")
-    face.connection.resume_writing()
-    assert face.writable == [exchange]
-    assert exchange.write(b"y")
-
-
 def test_whoever_writes_in_parts_is_told_that_the_client_left() -> None:
     face, exchange = writing(get("/a"))
     face.connection.connection_lost(None)
@@ -991,13 +676,6 @@ def test_a_writer_that_was_told_to_wait_is_called_when_its_turn_comes() -> None:
     assert face.writable == [third]
 
 
-def test_a_writer_that_was_not_told_to_wait_is_not_called() -> None:
-    face, exchange = writing(get("/a"))
-    for _ in range(3):
-        assert exchange.write(b"x" * UNSENT_PARTS_MAX)
-    assert face.writable == []
-
-
 @pytest.mark.parametrize("failure", [ValueError("a defect"), Malformed("too late")])
 def test_a_response_that_breaks_in_the_middle_ends_its_connection(failure: Exception) -> None:
     def route(exchange: Exchange) -> None:
@@ -1013,16 +691,6 @@ def test_a_response_that_breaks_in_the_middle_ends_its_connection(failure: Excep
     face.feed(get("/a"))
     assert face.transport.aborted
     assert face.transport.written.count(b"HTTP/1.1") == 1
-
-
-def test_an_http_1_0_client_gets_parts_until_the_connection_ends() -> None:
-    face, exchange = writing(b"GET /a HTTP/1.0\r\nConnection: keep-alive\r\n\r\n")
-    exchange.write(b"one")
-    assert not face.transport.closed
-    exchange.end()
-    head, _, body = face.transport.written.partition(b"\r\n\r\n")
-    assert b"Connection: close" in head and b"chunked" not in head and body == b"one"
-    assert face.transport.eof
 
 
 @pytest.mark.parametrize("at_once", [True, False])
@@ -1047,13 +715,6 @@ def test_nothing_follows_what_only_the_end_of_a_connection_ends(at_once: bool) -
     assert face.transport.written.count(b"HTTP/1.1") == 1 and face.transport.eof
 
 
-def test_an_http_1_0_client_is_known_as_one_each_time() -> None:
-    face = Face()
-    for _ in range(2):
-        face.feed(b"GET /a HTTP/1.0\r\nConnection: keep-alive\r\n\r\n")
-    assert [exchange.is_unframed for exchange in face.seen] == [True, True]
-
-
 def test_a_head_request_gets_no_parts() -> None:
     face, exchange = writing(b"HEAD /a HTTP/1.1\r\nHost: h\r\n\r\n")
     exchange.write(b"one")
@@ -1076,25 +737,6 @@ def test_end_of_file_tells_whoever_works_for_the_client() -> None:
             face.answer(exchange)
     assert face.transport.written == b""
     assert len(face.seen) == 4  # the backlog never runs
-
-
-def test_end_of_file_is_told_while_an_answer_is_on_its_way() -> None:
-    face = Face()
-    face.feed(get("/a") * 3)
-    face.answer(face.seen[0])
-    face.transport.waiting = 1000  # so the transport does not end yet
-    face.connection.eof_received()
-    assert face.left == face.seen[1:]
-    face.answer_all()
-    assert len(face.answers) == 1
-
-
-def test_a_defect_of_a_route_costs_one_request() -> None:
-    face = Face(answer_at_once=True)
-    face.feed(get("/a") + get("/defect") + get("/b"))
-    assert face.statuses == [200, 500, 200]
-    assert not face.answers[1].is_last
-    assert b"defect" not in face.answers[1].body
 
 
 def test_no_place_for_another_connection() -> None:
@@ -1124,14 +766,6 @@ def test_far_beyond_its_places_a_server_tells_nobody_why() -> None:
         assert (face.statuses, face.transport.aborted) == ([503], False)
     face.connect()
     assert (face.statuses, face.transport.aborted) == ([], True)
-
-
-def test_a_request_before_bytes_that_must_not_come_is_answered_while_draining() -> None:
-    face = Face(ROOMY)
-    face.server.state.draining = True
-    face.feed(get("/a", "Connection: close") + get("/b"))
-    face.answer_all()
-    assert face.statuses == [200]
 
 
 def test_many_requests_in_the_backlog_are_refused_beyond_what_the_server_may_hold() -> None:
@@ -1189,18 +823,6 @@ def last_flags(face: Face) -> list[bool]:
     return [answer.is_last for answer in face.answers]
 
 
-@pytest.mark.parametrize("answer_at_once", [True, False])
-@pytest.mark.parametrize("count", [1, 3, 9])
-def test_the_last_answer_of_a_draining_connection_says_so(count: int, answer_at_once: bool) -> None:
-    face = Face(ROOMY, answer_at_once=answer_at_once)
-    face.server.state.draining = True
-    face.feed(post(b"x") * count)
-    face.answer_all()
-    assert last_flags(face) == [False] * (count - 1) + [True]
-    assert face.transport.eof
-    assert face.server.state.receiving_bytes == 0
-
-
 def test_draining_begins_while_requests_wait() -> None:
     face = Face()
     face.feed(get("/a") + get("/b") + get("/c"))
@@ -1217,17 +839,6 @@ def test_a_request_that_is_on_its_way_is_still_answered() -> None:
     face.answer(face.seen[0])
     face.feed(get("/b")[7:])
     face.answer(face.seen[1])
-    assert last_flags(face) == [False, True]
-
-
-def test_a_draining_connection_of_a_known_client() -> None:
-    face = Face()
-    face.feed(post(b"one"))
-    face.answer_all()
-    face.server.state.draining = True
-    face.feed(post(b"two"))  # the same head as before
-    assert len(face.seen) == 2
-    face.answer_all()
     assert last_flags(face) == [False, True]
 
 
@@ -1298,20 +909,6 @@ def test_an_error_that_many_are_told_is_the_same_for_all(
     assert face.server.state.problems == {error.code: 4}
 
 
-def test_an_error_that_many_are_told_waits_for_the_answers_before_it() -> None:
-    face = refusing(REFUSALS[0])
-    refuse = face.server.state.handler
-    face.server.state.handler = face.route
-    face.feed(post(b"one"))
-    face.answer_all()
-    face.feed(post(b"two"))
-    face.server.state.handler = refuse
-    face.feed(post(b"six"))
-    assert face.statuses == [200]
-    face.answer_all()
-    assert face.statuses == [200, 200, 503]
-
-
 def test_an_error_that_many_are_told_tells_each_what_it_asked_for() -> None:
     face = refusing(REFUSALS[0])
     for _ in range(2):
@@ -1356,19 +953,3 @@ def test_answers_that_are_kept_ready_are_bounded() -> None:
         face.feed(post(b"one"))
         assert len(face.server.state.ready_problems) <= state.READY_MAX
     assert face.statuses[-1] == 503
-
-
-@pytest.mark.parametrize(
-    ("peername", "address"),
-    [
-        (("192.0.2.1", 1234), "192.0.2.1"),
-        (("2001:db8::1", 1234, 0, 0), "2001:db8::1"),
-        ("/run/client.sock", ""),
-        ("", ""),
-        (None, ""),
-    ],
-)
-def test_whose_connection_it_is(peername: object, address: str) -> None:
-    connection = Connection(Face().server.state)
-    connection.connection_made(FakeTransport(peername))
-    assert connection.peer.address == address

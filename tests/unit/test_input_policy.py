@@ -1,12 +1,10 @@
 """What inputs may be: their length, and what is not to be found in them."""
 
-import json
 import sys
-import time
 
 import pytest
 
-from carpool.admission.input_policy import BadPatternError, InputPolicy, compile_patterns, text_of
+from carpool.admission.input_policy import BadPatternError, InputPolicy, compile_patterns
 from carpool.core.errors import InputDenied, Malformed
 from carpool.core.tensors import RawTensor, pack, pack_tensors
 from carpool.service import ModelFace
@@ -80,26 +78,10 @@ def test_what_is_in_the_parameters_counts() -> None:
     assert refusal(b'"fine"', parameters=b'{"system":"also fine"}') == ""
 
 
-def test_letters_of_any_language() -> None:
-    assert refusal('"VERBOTENÉ"'.encode(), patterns=["(?i)verbotené"])
-    assert refusal(b'"verboten\\u00c9"', patterns=["(?i)verbotené"])
-    assert refusal('"a🚗b"'.encode(), patterns=["^a.b$"])
-    assert refusal(b'"a\\ud83d\\ude97b"', patterns=["^a.b$"])
-
-
-def test_the_refusal_does_not_repeat_the_input() -> None:
-    assert "forbidden" not in refusal(b'"the forbidden word"')
-
-
 def test_patterns_of_the_same_group_names_go_together() -> None:
     patterns = ["(?P<word>left)", "(?P<word>right)"]
     assert refusal(b'"right"', patterns=patterns) == "pattern 2 of deny_patterns is found in it"
     assert refusal(b'"wrong"', patterns=patterns) == ""
-
-
-def test_flags_of_one_pattern_are_not_those_of_the_next() -> None:
-    assert refusal(b'"TWO"', patterns=["(?i)one", "two"]) == ""
-    assert refusal(b'"ONE"', patterns=["(?i)one", "two"])
 
 
 @pytest.mark.parametrize(
@@ -124,30 +106,6 @@ def test_without_re2_it_is_told_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -
     assert compile_patterns([]) == []
     with pytest.raises(BadPatternError, match=r"pip install 'carpool\[policy\]'"):
         compile_patterns(["x"])
-
-
-@pytest.mark.parametrize("piece", [b"a", b"\\u0061", b"\\\\", b'a","', b'\\n","'])
-def test_a_long_input_takes_time_in_proportion(piece: bytes) -> None:
-    """Ten times as long: about ten times, and never the square, with patterns that are the end of other engines."""
-    patterns = [r"(a+)+$b", r"(a|aa)+x", r"(.*)(.*)(.*)=y"]
-
-    def seconds(size: int) -> float:
-        value = b'["' + piece * (size // len(piece)) + b'"]'
-        taken = []
-        for _ in range(3):
-            started = time.process_time()  # of this process alone: others may be busy
-            assert refusal(value, patterns=patterns) == ""
-            taken.append(time.process_time() - started)
-        return min(taken)
-
-    assert seconds(1_000_000) < 50 * max(seconds(100_000), 0.005)
-
-
-def test_the_text_of_a_value() -> None:
-    value = {"a": ["x\n", 1, {"b\\": '"q" \\" ä'}], "c": None, "": True}
-    for ascii_only in (True, False):
-        text = text_of(json.dumps(value, ensure_ascii=ascii_only).encode()).decode()
-        assert text == 'a\nx\n\nb\\\n"q" \\" ä\nc\n'
 
 
 def test_a_model_without_a_policy_has_nothing_to_do() -> None:

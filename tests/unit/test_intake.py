@@ -28,7 +28,6 @@ from carpool.core.errors import (
 from carpool.core.outcome import Outcome, Output
 from carpool.core.ports import NO_OPTIONS, Caller, RequestOptions
 from carpool.core.request import DONE, Request
-from carpool.core.timeline import state_of
 from carpool.face.intake import PREPARED_A_TURN, RECENT_KEPT, Intake, IntakeSettings, ServedModel
 from carpool.testing import ANYBODY, FakeClock, FakeUpstream, Witness, make_output, make_request
 from carpool.upstream.pool import Pool
@@ -122,15 +121,6 @@ async def cached_house() -> House:
     return House(open_journal(), is_cached=True)
 
 
-async def test_a_request_has_what_its_caller_and_the_settings_say(house: House) -> None:
-    request = house.ask()
-    now = house.clock()
-    assert (request.owner, request.tier, request.client_id) == (ANYBODY.owner, ANYBODY.tier, "c1")
-    assert request.size == len(b'"x"') + len("c1")
-    assert (request.arrived, request.place, request.deadline) == (now, now + 0.5, now + 4.0)
-    assert house.intake.find_recent("r1") is request
-
-
 async def test_a_refusal_is_the_outcome(house: House) -> None:
     for number in range(4):
         house.ask(name=f"r{number}")
@@ -143,11 +133,6 @@ async def test_nobody_waits_for_what_the_protocol_cannot_carry(house: House) -> 
     with pytest.raises(Malformed):
         house.ask(b'"odd"')
     assert house.broker.held == 0
-
-
-async def test_an_unknown_model_is_named(house: House) -> None:
-    with pytest.raises(UnknownModel, match="serves m; name one of these, or none"):
-        house.intake.model("other", Caller("alice", 0))
 
 
 async def test_models_of_others_are_as_unknown_as_those_that_are_not_there(house: House) -> None:
@@ -168,19 +153,6 @@ async def test_the_last_requests_are_kept_and_no_more(house: House) -> None:
         house.intake.cancel(house.ask(name=f"r{number}"))
     assert house.intake.find_recent("r0") is None
     assert house.intake.find_recent("r1") is not None
-
-
-async def test_what_is_told_of_a_request_is_its_own_outcome(cached_house: House) -> None:
-    house = cached_house
-    first = house.ask(name="first")
-    house.ask(name="second")
-    assert state_of(found(house, "first"), house.clock()).status == "queued"
-    house.intake.cancel(first)
-    left = state_of(found(house, "first"), house.clock())
-    assert (left.status, left.error) == ("failed", "client-left")
-    house.broker.settle(house.take()[0], make_output(b"1"))
-    assert state_of(found(house, "first"), house.clock()) == left
-    assert state_of(found(house, "second"), house.clock()).status == "completed"
 
 
 def found(house: House, name: str) -> Request:
@@ -236,30 +208,6 @@ async def test_a_task_whose_result_is_kept_is_not_refused_for_load(cached_house:
 
 
 # Several requests of one call
-
-
-async def test_a_group_is_told_all_outcomes_in_order(house: House) -> None:
-    house.ask_all(b'"a"', b'"b"', b'"c"')
-    for request in reversed(house.take()):
-        assert house.told == []
-        house.broker.settle(request, make_output(request.input))
-    ((first, second, third),) = house.told
-    assert [each.value for each in (first, second, third) if isinstance(each, Output)] == [b'"a"', b'"b"', b'"c"']
-
-
-async def test_a_group_comes_in_whole_or_not_at_all(house: House) -> None:
-    house.ask_all(*[b'"x"'] * 5)
-    ((refusal,),) = house.told
-    assert isinstance(refusal, QueueFull)
-    assert house.broker.held == 0
-
-
-async def test_a_group_with_an_input_that_cannot_be_carried_does_not_come_in(house: House) -> None:
-    house.ask_all(b'"x"', b'"odd"', b'"x"')
-    ((error,),) = house.told
-    assert isinstance(error, Malformed)
-    assert house.numbers == [1]
-    assert house.broker.held == 0
 
 
 async def test_a_refusal_is_that_of_the_whole_group(house: House) -> None:
@@ -373,25 +321,6 @@ async def test_a_defect_is_told(house: House, failing: str, caplog: pytest.LogCa
     assert "ZeroDivisionError" in caplog.text
 
 
-async def test_the_first_error_ends_a_group(house: House) -> None:
-    house.ask_all(b'"a"', b'"b"', b'"c"')
-    first, second, third = house.take()
-    house.broker.settle(first, make_output(b"1"))
-    error: CarpoolError = InputRefused("no")
-    house.broker.settle(second, error)
-    assert house.told == [[error]]
-    assert third.phase == DONE and house.broker.held == 0
-    house.broker.settle(third, make_output(b"3"))
-    assert len(house.told) == 1
-
-
-async def test_a_group_that_is_left_is_told_nothing(house: House) -> None:
-    house.ask_all(b'"a"', b'"b"')
-    house.group.leave()
-    assert house.told == [] and house.broker.held == 0
-    assert house.take() == []
-
-
 @pytest.mark.parametrize("outcome", [make_output(b"1"), InputRefused("no")])
 async def test_of_a_group_that_is_over_nothing_is_kept_with_its_requests(house: House, outcome: Outcome) -> None:
     class Told(list[Sequence[Outcome]]):
@@ -494,23 +423,6 @@ class TestAGroupWhoseResultsMayBeFarAway:
         assert isinstance(error, UpstreamDown)
         assert (house.coalescer.held, house.coalescer.held_bytes, house.broker.held) == (0, 0, 0)
 
-    async def test_others_are_asked_once(self, house: House, far: FarAway) -> None:
-        house.ask_all(b'"c"', b'"a"', b'"c"')
-        for _ in range(2):
-            far.answer()
-        assert not far.asked
-        other = house.ask(b'"c"')  # shares its seat
-        (seat,) = house.take()
-        house.broker.settle(seat, make_output(seat.input))
-        assert [len(outcomes) for outcomes in house.told] == [3]
-        assert isinstance(house.witness.outcome(other), Output)
-        assert (house.coalescer.held, house.coalescer.held_bytes, house.coalescer.queued, house.broker.held) == (
-            0,
-            0,
-            0,
-            0,
-        )
-
     async def test_it_is_judged_with_those_whose_seat_is_gone_meanwhile(self, house: House, far: FarAway) -> None:
         def ask(value: bytes) -> Request:
             request = house.ask(value)
@@ -547,25 +459,6 @@ class TestAGroupWhoseResultsMayBeFarAway:
         ((error,),) = house.told
         assert isinstance(error, InternalError)
         assert (house.coalescer.held, house.coalescer.held_bytes, house.broker.held) == (0, 0, 0)
-
-    async def test_what_is_asked_for_is_bounded(self, house: House, far: FarAway) -> None:
-        house.ask_all(*(b'"%d"' % number for number in range(5)))
-        assert not far.asked
-        ((error,),) = house.told
-        assert isinstance(error, QueueFull)
-
-
-async def test_a_group_with_inputs_twice_that_leaves_frees_all(cached_house: House) -> None:
-    house = cached_house
-    house.ask_all(b'"a"', b'"b"', b'"a"')
-    other = house.ask(b'"b"')
-    house.group.leave()
-    assert house.told == []
-    (seat,) = house.take()
-    assert seat.input == b'"b"'
-    house.broker.settle(seat, make_output(b"1"))
-    assert isinstance(house.witness.outcome(other), Output)
-    assert (house.coalescer.held, house.coalescer.queued, house.broker.held) == (0, 0, 0)
 
 
 async def test_a_group_of_none_is_answered(house: House) -> None:

@@ -9,16 +9,13 @@ import pytest
 
 from carpool.broker.memory import MemoryBroker
 from carpool.core.clock import monotonic
-from carpool.core.errors import CarpoolError, InputRefused, InternalError, QueueFull, UpstreamFailed
+from carpool.core.errors import CarpoolError, InputRefused, InternalError, QueueFull
 from carpool.core.outcome import Output
 from carpool.core.request import Request
 from carpool.service import ModelService, endpoint_maker
 from carpool.settings import Settings, models_of
 from carpool.settings.schema import BatchingSettings, UpstreamSettings
 from carpool.testing import FakeUpstream, UpstreamCall, UpstreamResponse, Witness, echo, inputs_of, make_request
-from carpool.upstream.attempts import Failure
-from carpool.upstream.codecs.base import Refusal
-from carpool.upstream.isolation import STARVED_QUARANTINED_S
 from carpool.upstream.pool import WELL_S
 from carpool.upstream.quarantine import Quarantine
 from carpool.upstream.slot_share import SlotShare
@@ -63,32 +60,6 @@ def test_where_few_wait_a_search_takes_slots_for_nothing() -> None:
         assert account.paid_s == OWED_S  # nothing more was paid
 
     stand.run(main)
-
-
-def test_offenders_get_on_though_others_always_wait() -> None:
-    """One batch of them about every second: no more, no less, however often it is asked whether they may go."""
-    seconds = 12
-    upstream = FakeUpstream(slots=2).then(failing(400), delay_s=SERVICE_S, times=9999)
-    stand = Stand(upstream)
-
-    async def main() -> None:
-        apart: list[Request] = []
-        stand.quarantined.refused("m", "X", stand.clock(), 8.0)
-        for number in range(seconds * 100):
-            while stand.broker.most_waiting("m") < 40:
-                stand.send(b"good", "Y")
-            if number % 20 == 10:
-                apart.append(stand.send(b"of X", "X"))
-                assert ("m", "X") in stand.quarantined
-            await asyncio.sleep(0.01)
-            stand.broker.expire(stand.clock())
-        assert stand.broker.all_waiting("m")
-        told = [stand.witness.outcome(request) for request in apart if request.arrived < stand.clock() - 2.0]
-        assert {type(outcome) for outcome in told} == {Output}
-
-    stand.run(main)
-    calls = sum(any(b"of X" in value for value in call.inputs) for call in upstream.calls)
-    assert 0.7 * seconds <= calls * STARVED_QUARANTINED_S <= seconds + 1
 
 
 def test_offenders_get_on_where_others_are_shed() -> None:
@@ -158,31 +129,6 @@ def test_three_endpoints_that_do_not_tell_their_limit_are_found_out() -> None:
     stand.run(main)
     limits = [member.batch_limit.learned for member in stand.pool.members]
     assert any(limits) and set(limits) <= {None, 4, 5}
-
-
-def test_one_of_three_has_no_limit_below_what_its_like_answer() -> None:
-    """It answers single inputs, as one with a limit does: batches of all three would shrink by it."""
-
-    def takes_one(call: UpstreamCall) -> UpstreamResponse:
-        return echo(call) if len(inputs_of(call)) == 1 else UpstreamResponse(400, b'{"error": "no"}')
-
-    sick = FakeUpstream("a", slots=2).then(takes_one, delay_s=0.1, times=9999)
-    stand = Stand(
-        sick, *(FakeUpstream(name, slots=2).then(echo, delay_s=0.1, times=9999) for name in "bc"), max_batch=64
-    )
-    learned: set[int | None] = set()
-
-    async def main() -> None:
-        for number in range(600):
-            for _ in range(1 if number % 20 else 40):
-                stand.send(b"good", f"client {number % 7}")
-            await asyncio.sleep(0.2)
-            stand.broker.expire(stand.clock())
-            learned.update(member.batch_limit.learned for member in stand.pool.members)
-
-    stand.run(main)
-    # Halves of bursts are what the others had to answer; less than that is never believed.
-    assert learned <= {None, 20}
 
 
 def test_one_of_two_that_takes_fewer_than_the_other_fails_nobody() -> None:
@@ -261,32 +207,6 @@ def test_it_is_known_when_the_next_slot_should_be_free() -> None:
         assert attempts.next_end_s() == pytest.approx(first_ends_s, abs=0.008)
         await asyncio.sleep(first_ends_s + 0.007)
         assert attempts.next_end_s() == pytest.approx(0.5 * SERVICE_S - 0.005, abs=0.008)
-
-    stand.run(main)
-
-
-def test_a_search_whose_wish_is_not_to_be_had_keeps_no_other_from_a_free_slot() -> None:
-    """The larger one was refused by the endpoint that is free, and waits for the other one; the smaller need not."""
-    busy, free = (FakeUpstream(name).then(echo, delay_s=SERVICE_S, times=99) for name in ("busy", "free"))
-    stand = Stand(busy, free)
-
-    async def main() -> None:
-        members = [stand.pool.take(), stand.pool.take()]
-        batches: list[list[Request]] = []
-        for size in (6, 4):
-            for _ in range(size):
-                stand.send(b"good", "Y")
-            (lane,) = stand.broker.lanes("m")
-            batches.append(stand.broker.take(lane, size, stand.clock()))
-        stand.pool.give_back(members[1])
-        for batch, member in zip(batches, reversed(members), strict=True):
-            refused = Failure(Refusal("bisect"), UpstreamFailed("no"), member, len(batch), stand.clock())
-            stand.dispatcher.isolation.add(batch, refused)
-        await asyncio.sleep(0.5 * SERVICE_S)
-        assert [len(call.inputs) for call in free.calls] == [2]  # half of the smaller
-        stand.pool.give_back(members[0])
-        await asyncio.sleep(1.0)
-        assert {type(stand.witness.outcome(request)) for batch in batches for request in batch} == {Output}
 
     stand.run(main)
 

@@ -1,6 +1,5 @@
 """API keys in a file (`admission/key_file.py`)."""
 
-import os
 import sqlite3
 from contextlib import closing
 from pathlib import Path
@@ -27,14 +26,6 @@ def test_create_list_revoke(path: Path) -> None:
     assert KeyFile(path).all() == [ALICE, BOB]
     assert file.revoke("alice") and not file.revoke("alice")
     assert file.all() == [BOB]
-
-
-def test_only_its_owner_may_read_it(path: Path) -> None:
-    KeyFile(path).create(BOB)
-    assert path.stat().st_mode & 0o777 == 0o600
-    path.chmod(0o644)
-    KeyFile(path).create(ALICE)
-    assert path.stat().st_mode & 0o777 == 0o600
 
 
 def test_a_watch_tells_of_each_change_once(path: Path) -> None:
@@ -85,21 +76,6 @@ def test_also_where_a_tool_gave_the_file_a_write_ahead_log(path: Path, stays_ope
     file.revoke("bob")
     watch.look()
     assert told == [[]]
-
-
-def test_a_copy_that_is_put_in_place_is_another_one(path: Path) -> None:
-    file = KeyFile(path)
-    file.create(ALICE)
-    other = KeyFile(path.with_name("other.db"))
-    other.create(BOB)
-    told: list[list[ApiKey]] = []
-    watch = KeyFileWatch(file, told.append)
-    watch.look()
-    before = path.stat().st_mtime_ns
-    path.write_bytes(path.with_name("other.db").read_bytes())
-    os.utime(path, ns=(before + 10_000_000, before + 10_000_000))
-    watch.look()
-    assert told == [[ALICE], [BOB]]
 
 
 def test_an_empty_file_has_no_keys_yet(path: Path) -> None:

@@ -4,7 +4,7 @@ import pytest
 
 from carpool.broker.lanes import REBUILD_DEAD_MIN, Lane, Ranks
 from carpool.core.errors import ClientLeft
-from carpool.core.request import APART, RUNNING, Request
+from carpool.core.request import APART, Request
 from carpool.testing import Witness, make_request
 from support.memory import WatchedRequests
 
@@ -49,34 +49,11 @@ def lane() -> Lane:
     return Lane("m", b"", Ranks(3))
 
 
-def test_arrival_order_inside_a_tier(lane: Lane) -> None:
-    for number in range(5):
-        waiting(lane, str(number), now=number * 0.001)
-    assert names(lane.take(3, 1.0)[0]) == ["0", "1", "2"]
-    assert names(lane.take(9, 1.0)[0]) == ["3", "4"]
-
-
-def test_those_who_pay_go_first_and_the_rest_by_place(lane: Lane) -> None:
-    waiting(lane, "free", 0.0, FREE)  # place 0.50
-    waiting(lane, "paid", 0.1, PAID)  # place 0.25
-    waiting(lane, "early", 0.2, ENTERPRISE)  # place 0.25: a tie goes to the higher tier
-    waiting(lane, "late", 0.46, ENTERPRISE)  # place 0.51
-    assert names(lane.take(4, 1.0)[0]) == ["early", "paid", "free", "late"]
-
-
 def late(lane: Lane, name: str, now: float, tier: int = FREE, late_s: float = 1.0) -> Request:
     request = make_request(name, Witness(), now=now, tier=tier, target_s=TARGETS_S[tier] + late_s)
     request.is_late = True
     lane.append(request)
     return request
-
-
-def test_what_came_in_late_lets_others_go_first_until_its_later_place(lane: Lane) -> None:
-    late(lane, "late", 0.0)  # place 1.50
-    waiting(lane, "free", 0.9)  # 1.40
-    waiting(lane, "paid", 1.3, PAID)  # 1.45
-    waiting(lane, "enterprise", 1.46, ENTERPRISE)  # 1.51
-    assert names(lane.take(9, 1.6)[0]) == ["free", "paid", "late", "enterprise"]
 
 
 def test_it_is_counted_who_of_those_that_wait_came_in_late() -> None:
@@ -96,61 +73,12 @@ def test_it_is_counted_who_of_those_that_wait_came_in_late() -> None:
     assert (counted.waiting, counted.late_of(""), counted.late) == (0, 0, 0)
 
 
-def test_old_tasks_leave_what_came_in_late_its_share(lane: Lane) -> None:
-    for number in range(100):
-        waiting(lane, f"t{number}", 0.0, total_timeout_s=1e6, is_task=True)
-        late(lane, f"l{number}", 59.0)
-    taken = [request for _ in range(10) for request in lane.take(10, 60.0)[0]]
-    assert 0 < sum(request.is_late for request in taken) < len(taken)
-
-
-def test_strict_order_lets_the_higher_tier_go_first_however_late_it_comes() -> None:
-    lane = Lane("m", b"", Ranks(3, strict=True))
-    waiting(lane, "free", 0.0, FREE)
-    waiting(lane, "paid", 1.0, PAID)
-    waiting(lane, "enterprise", 2.0, ENTERPRISE)
-    assert names(lane.take(9, 2.0)[0]) == ["enterprise", "paid", "free"]
-
-
 def test_strict_order_holds_between_lanes_too() -> None:
     ranks = Ranks(3, strict=True)
     long_waiting, just_come = (Lane("m", parameters, ranks) for parameters in (b"{1}", b"{2}"))
     waiting(long_waiting, "free", 0.0, FREE)
     waiting(just_come, "enterprise", 100.0, ENTERPRISE)
     assert just_come.place() < long_waiting.place()
-
-
-def test_place_and_oldest_look_at_the_living(lane: Lane) -> None:
-    first = waiting(lane, "first", 1.0, FREE)
-    waiting(lane, "second", 2.0, FREE)
-    third = waiting(lane, "third", 3.0, ENTERPRISE)
-    assert (lane.oldest(), lane.place()) == (1.0, 1.5)
-    leave(lane, first)
-    assert (lane.oldest(), lane.place()) == (2.0, 2.5)
-    leave(lane, third)
-    assert (lane.oldest(), lane.waiting) == (2.0, 1)
-    assert names(lane.take(1, 3.0)[0]) == ["second"]
-    assert repr(lane) == "<Lane m waiting=0 dead=0>"
-
-
-def test_the_expired_are_set_apart_and_do_not_count(lane: Lane) -> None:
-    waiting(lane, "over", 0.0, total_timeout_s=1.0)
-    waiting(lane, "at the limit", 0.5, total_timeout_s=1.0)
-    live = [waiting(lane, name, 0.6, total_timeout_s=9.0) for name in "ab"]
-    batch, expired = lane.take(2, now=1.5)
-    assert batch == live
-    assert names(expired) == ["over", "at the limit"]
-    assert lane.waiting == 0
-    assert [(request.phase, request.taken) for request in batch] == [(RUNNING, 1.5)] * 2
-
-
-def test_the_left_are_never_taken(lane: Lane) -> None:
-    requests = [waiting(lane, str(number), 0.0) for number in range(6)]
-    for request in requests[::2]:
-        leave(lane, request)
-    assert lane.waiting == 3
-    assert names(lane.requests()) == ["1", "3", "5"]
-    assert names(lane.take(9, 1.0)[0]) == ["1", "3", "5"]
 
 
 def test_memory_follows_the_living(lane: Lane) -> None:
@@ -185,15 +113,6 @@ def lowest_of(lanes: list[Lane], batches: int, count: int, now: float = 1.0) -> 
     return found
 
 
-@pytest.mark.parametrize(("share", "count"), [(0.05, 64), (0.05, 8), (0.05, 1), (0.2, 10), (0.5, 4)])
-def test_with_strict_order_the_lowest_tier_gets_its_trickle(share: float, count: int) -> None:
-    lane = Lane("m", b"", Ranks(3, strict=True, min_share=share))
-    for tier in (ENTERPRISE, PAID, FREE):
-        backlog(lane, tier, 3000)
-    batches = 2000 // count
-    assert sum(lowest_of([lane], batches, count)) == pytest.approx(share * batches * count, abs=2 + share * count)
-
-
 def test_the_trickle_is_of_the_whole_model() -> None:
     ranks = Ranks(3, strict=True, min_share=0.05)
     paying, free = (Lane("m", parameters, ranks) for parameters in (b"{1}", b"{2}"))
@@ -201,23 +120,6 @@ def test_the_trickle_is_of_the_whole_model() -> None:
     backlog(free, FREE, 8000)
     served = sum(lowest_of([paying, free], 100, 64))
     assert served == pytest.approx(0.05 * 6400, abs=64)  # whole batches: they share no lane with others
-
-
-def test_what_came_in_late_has_its_part_of_the_trickle() -> None:
-    lane = Lane("m", b"", Ranks(3, strict=True, min_share=0.1))
-    for number in range(200):
-        waiting(lane, f"e{number}", 0.0, ENTERPRISE)
-    for number in range(20):
-        late(lane, f"l{number}", 0.0)
-    taken = [request for _ in range(10) for request in lane.take(10, 0.1)[0]]
-    assert 5 <= sum(request.is_late for request in taken) <= 15
-
-
-def test_without_a_trickle_the_lowest_tier_waits() -> None:
-    lane = Lane("m", b"", Ranks(3, strict=True, min_share=0.0))
-    backlog(lane, ENTERPRISE, 1000)
-    backlog(lane, FREE, 10)
-    assert sum(lowest_of([lane], 10, 64)) == 0
 
 
 def test_what_the_lowest_tier_gets_while_nobody_else_waits_is_not_charged() -> None:
@@ -248,23 +150,6 @@ def test_however_many_tasks_are_old_synchronous_requests_have_their_share(
         found += [request.is_task for request in lane.take(8, 1.0)[0]]
     assert len(found) == 400
     assert found.count(True) == pytest.approx(0.1 * 400, abs=16)
-
-
-def test_with_strict_order_a_task_comes_before_lower_tiers_too() -> None:
-    lane = Lane("m", b"", Ranks(3, strict=True))
-    waiting(lane, "free", 0.0, FREE)
-    task = make_request("task", Witness(), now=1.0, tier=ENTERPRISE, is_task=True)
-    lane.append(task)
-    assert names(lane.take(9, 2.0)[0]) == ["task", "free"]
-
-
-def test_a_large_input_counts_for_more() -> None:
-    lane = Lane("m", b"", Ranks(3))
-    for number in range(40):
-        for owner, value in (("large", b"x" * 60 * 1024), ("small", b"x")):
-            lane.append(make_request(f"{owner} {number}", Witness(), now=0.0, value=value, owner=owner))
-    taken = [request.owner for request in lane.take(34, 0.0)[0]]
-    assert (taken.count("large"), taken.count("small")) == (2, 32)
 
 
 @pytest.mark.parametrize(("strict", "key"), [(False, APART), (True, b"")])

@@ -5,10 +5,8 @@ import gc
 import logging
 import threading
 import weakref
-from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 from unittest.mock import Mock
 
@@ -42,67 +40,11 @@ class Recorder:
         return [item * 2 for item in items]
 
 
-async def test_each_caller_gets_its_own_result_and_calls_share_batches() -> None:
-    double = Recorder()
-    async with Batcher(double, max_batch_size=8, max_wait_ms=20) as b:
-        results = await asyncio.gather(*(b.predict(number) for number in range(50)))
-    assert results == [number * 2 for number in range(50)]
-    assert max(map(len, double.batches)) == 8
-    assert len(double.batches) < 20
-
-
-@pytest.mark.parametrize("policy", ["fixed", "adaptive", "pid"])
-async def test_every_policy_serves_a_lone_call(policy: str) -> None:
-    double = Recorder()
-    async with Batcher(double, max_wait_ms=5, policy=policy) as b:  # type: ignore[arg-type]
-        assert await asyncio.wait_for(b.predict(21), PATIENCE_S) == 42
-
-
 async def test_concurrency_is_the_number_of_calls_at_once() -> None:
     double = Recorder(seconds=0.01)
     async with Batcher(double, max_batch_size=2, max_wait_ms=1, concurrency=3) as b:
         await asyncio.gather(*(b.predict(number) for number in range(30)))
     assert double.most_running == 3
-
-
-async def test_a_plain_function_runs_in_a_thread() -> None:
-    threads: set[str] = set()
-
-    def double(items: list[int]) -> list[int]:
-        threads.add(threading.current_thread().name)
-        return [item * 2 for item in items]
-
-    async with Batcher(double, max_batch_size=4, max_wait_ms=5) as b:
-        assert await asyncio.gather(*(b.predict(number) for number in range(9))) == [n * 2 for n in range(9)]
-    assert threads
-    assert threading.main_thread().name not in threads
-
-
-async def test_an_exception_in_place_of_a_result_reaches_that_caller_alone() -> None:
-    async def picky(items: list[int]) -> list[int | Exception]:
-        return [ValueError(f"not {item}") if item == 3 else item for item in items]
-
-    async with Batcher(picky, max_batch_size=8, max_wait_ms=10) as b:
-        results = await asyncio.gather(*(b.predict(number) for number in range(6)), return_exceptions=True)
-    assert results[:3] == [0, 1, 2]
-    assert isinstance(results[3], ValueError)
-    assert results[4:] == [4, 5]
-
-
-async def test_a_failing_function_fails_its_batch_and_the_next_one_works() -> None:
-    calls = 0
-
-    async def flaky(items: list[int]) -> list[int]:
-        nonlocal calls
-        calls += 1
-        if calls == 1:
-            raise RuntimeError("out of memory")
-        return items
-
-    async with Batcher(flaky, max_batch_size=8, max_wait_ms=5, concurrency=1) as b:
-        first = await asyncio.gather(*(b.predict(number) for number in range(3)), return_exceptions=True)
-        assert [str(failure) for failure in first] == ["out of memory"] * 3
-        assert await b.predict(7) == 7
 
 
 @pytest.mark.parametrize("answer", [[1], [1, 2, 3], None, 5])
@@ -176,28 +118,6 @@ async def test_what_is_no_list_of_results_is_refused_and_nobody_waits_for_ever(a
         assert "must return a list" in str(results[0])
         assert type(answer).__name__ in str(results[0])
         assert [*await asyncio.gather(b.predict(3), b.predict(4))] == [3, 4]
-
-
-async def test_any_list_like_in_order_will_do() -> None:
-    class Column:
-        """As an array: no Sequence, but it has a length and gives its values."""
-
-        def __init__(self, items: list[int]) -> None:
-            self._items = items
-
-        def __len__(self) -> int:
-            return len(self._items)
-
-        def __iter__(self) -> Iterator[int]:
-            return iter(self._items)
-
-    for kind in (tuple, deque, Column, lambda items: range(items[0], items[-1] + 1)):
-
-        async def predict(items: list[int], kind: Callable[[list[int]], Any] = kind) -> Any:
-            return kind(items)
-
-        async with asyncio.timeout(PATIENCE_S), Batcher(predict, max_batch_size=2, policy="fixed") as b:
-            assert [*await asyncio.gather(b.predict(1), b.predict(2))] == [1, 2]
 
 
 async def test_results_that_break_off_while_they_are_read_reach_every_caller() -> None:
@@ -316,18 +236,6 @@ async def test_the_decorator_on_a_method_keeps_instances_apart() -> None:
     assert [*await asyncio.gather(two.predict(5), three.predict(5))] == [10, 15]
 
 
-def test_a_decorated_function_outlives_its_event_loop() -> None:
-    @batched(max_wait_ms=1)
-    async def double(items: list[int]) -> list[int]:
-        return [item * 2 for item in items]
-
-    async def once() -> int:
-        return await double(4)
-
-    assert asyncio.run(once()) == 8
-    assert asyncio.run(once()) == 8
-
-
 @pytest.mark.parametrize(
     "options", [{"max_batch_size": 0}, {"concurrency": 0}, {"waiting_max": 0}, {"max_wait_ms": -1.0}]
 )
@@ -351,27 +259,6 @@ async def test_stop_iteration_reaches_its_caller_as_an_error() -> None:
     async with Batcher(one_stops, max_wait_ms=1) as b:
         with pytest.raises(RuntimeError, match="StopIteration"):
             await asyncio.wait_for(b.predict(1), PATIENCE_S)
-
-
-async def test_a_decorated_method_dies_with_its_instance() -> None:
-    @dataclass
-    class Model:
-        factor: int
-
-        @batched(max_wait_ms=1)
-        async def predict(self, items: list[int]) -> list[int]:
-            return [item * self.factor for item in items]
-
-    model = Model(3)
-    assert await model.predict(2) == 6
-    gone = weakref.ref(model)
-    del model
-
-    def is_gone() -> bool:
-        gc.collect()
-        return gone() is None
-
-    await until(is_gone)  # once the call's own task has ended
 
 
 async def test_a_decorated_method_of_a_class_with_slots_says_why_it_cannot_be() -> None:
@@ -411,22 +298,6 @@ def raising(error: BaseException, how: str) -> Callable[[list[int]], Any]:
 
 
 WAYS = ["in a thread", "on the loop"]
-ERRORS = [ValueError("no"), Panic("at the disco"), *(kind() for kind in CONTROL_FLOW if kind is not StopIteration)]
-
-
-@pytest.mark.parametrize("how", WAYS)
-@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
-async def test_whatever_is_raised_reaches_every_caller_and_ends_nothing_else(error: BaseException, how: str) -> None:
-    async with asyncio.timeout(PATIENCE_S), Batcher(raising(error, how), max_batch_size=3, policy="fixed") as b:
-        got = await asyncio.gather(*(b.predict(number) for number in range(3)), return_exceptions=True)
-        if isinstance(error, CONTROL_FLOW):
-            assert [type(each) for each in got] == [RuntimeError] * 3
-            assert all(isinstance(each, RuntimeError) and each.__cause__ is error for each in got)
-            assert type(error).__name__ in str(got[0])
-        else:
-            assert got == [error] * 3
-        later = await asyncio.gather(*(b.predict(number) for number in range(3)))
-    assert later == [0, 2, 4]
 
 
 @pytest.mark.parametrize("how", WAYS)
@@ -451,23 +322,6 @@ async def test_any_exception_in_place_of_a_result_reaches_that_caller_alone(kind
     assert [got[0], got[2]] == [0, 2]
     raised = got[1].__cause__ if kind in CONTROL_FLOW and isinstance(got[1], RuntimeError) else got[1]
     assert type(raised) is kind
-
-
-async def test_a_caller_that_left_does_not_keep_the_others_from_a_panic() -> None:
-    let_go = threading.Event()
-
-    def fail(items: list[int]) -> list[int]:
-        assert let_go.wait(PATIENCE_S)
-        raise Panic
-
-    async with Batcher(fail, max_batch_size=3, policy="fixed") as b:
-        calls = [asyncio.create_task(b.predict(number)) for number in range(3)]
-        await asyncio.sleep(0)
-        calls[1].cancel()
-        await asyncio.sleep(0)
-        let_go.set()
-        got = await asyncio.gather(*calls, return_exceptions=True)
-    assert [type(each) for each in got] == [Panic, asyncio.CancelledError, Panic]
 
 
 @pytest.mark.parametrize("how", WAYS)

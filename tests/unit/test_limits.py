@@ -7,7 +7,7 @@ from itertools import count
 import pytest
 
 from carpool.admission import shared_limits
-from carpool.admission.leases import LEASE_KEPT_S, LEASE_S, Lease, leased_max, slack
+from carpool.admission.leases import LEASE_KEPT_S, Lease
 from carpool.admission.limits import TIDY_FROM, Buckets, LocalLimits, Permits
 from carpool.admission.shared_limits import SharedLimits
 from carpool.core.errors import CarpoolError, ClientLeft
@@ -28,16 +28,6 @@ def refused(entry: object) -> CarpoolError:
 
 
 class TestOneProcess:
-    def test_a_burst_comes_in_and_then_an_even_pace(self) -> None:
-        clock = FakeClock()
-        limits, caller = LocalLimits(clock), limited(60, burst=3)
-        assert [left_of(limits.enter(caller)) for _ in range(3)] == [2, 1, 0]
-        refused(limits.enter(caller))
-        for _ in range(5):
-            clock.advance(1.0)
-            assert left_of(limits.enter(caller)) == 0
-            refused(limits.enter(caller))
-
     def test_what_is_told(self) -> None:
         clock = FakeClock()
         limits, caller = LocalLimits(clock), limited(20, burst=2)
@@ -49,32 +39,6 @@ class TestOneProcess:
         assert refusal.header_lines == b'RateLimit-Policy: "default";q=20;w=60\r\nRateLimit: "default";r=0;t=6\r\n'
         assert "20 requests a minute" in refusal.detail
 
-    def test_who_is_told_the_same_is_told_it_with_one_error(self) -> None:
-        """So its answer need not be written for each of them."""
-        limits, told = LocalLimits(FakeClock()), set()
-        for caller in (limited(60), limited(60, owner="another")):
-            limits.enter(caller)
-            told |= {refused(limits.enter(caller)) for _ in range(3)}
-        assert len(told) == 1
-        other = limited(30, owner="other")
-        limits.enter(other)
-        assert refused(limits.enter(other)) not in told
-
-    def test_a_refusal_takes_nothing(self) -> None:
-        clock = FakeClock()
-        limits, caller = LocalLimits(clock), limited(60)
-        limits.enter(caller)
-        for _ in range(100):
-            refused(limits.enter(caller))
-        clock.advance(1.0)
-        assert left_of(limits.enter(caller)) == 0
-
-    def test_owners_have_limits_of_their_own(self) -> None:
-        limits = LocalLimits(FakeClock())
-        assert left_of(limits.enter(limited(60, owner="a"))) == 0
-        assert left_of(limits.enter(limited(60, owner="b"))) == 0
-        refused(limits.enter(limited(60, owner="a")))
-
     def test_whoever_gets_a_higher_limit_may_use_it(self) -> None:
         """A bucket of 100 a minute each is full again in 100 minutes: no matter to one that has 1,000 a minute."""
         clock = FakeClock()
@@ -84,30 +48,6 @@ class TestOneProcess:
         assert refused(limits.enter(limited(1000, burst=100))).retry_after_s == 1
         clock.advance(1.0)
         assert left_of(limits.enter(limited(1000, burst=100))) == 15
-
-    def test_and_goes_on_with_it_when_the_lower_one_is_over(self) -> None:
-        clock = FakeClock()
-        limits = LocalLimits(clock)
-        for _ in range(3):
-            limits.enter(limited(20, burst=3))  # full again in nine seconds
-        refused(limits.enter(limited(60, burst=1)))
-        for _ in range(20):
-            clock.advance(1.0)
-            assert left_of(limits.enter(limited(60, burst=1))) == 0
-            refused(limits.enter(limited(60, burst=1)))
-
-    @pytest.mark.parametrize("other", [(60, 1), (600, 10), (6000, 1), (1, 1)])
-    def test_an_owner_with_two_limits_has_no_more_than_both(self, other: tuple[int, int]) -> None:
-        """A limit that is soon full again, asked between, must not fill the bucket of the other."""
-        clock = FakeClock()
-        limits = LocalLimits(clock)
-        callers, came = (limited(60, burst=100), limited(other[0], burst=other[1])), [0, 0]
-        for _ in range(6000):
-            for number, caller in enumerate(callers):
-                came[number] += isinstance(limits.enter(caller), bytes)
-            clock.advance(0.01)
-        assert came[0] <= 60 + 100
-        assert came[1] <= sum(other)
 
     def test_a_call_of_several_takes_as_many_or_nothing(self) -> None:
         clock = FakeClock()
@@ -134,16 +74,6 @@ class TestOneProcess:
         clock.advance(16.0)
         assert left_of(limits.enter(caller)) == 0
         refused(limits.enter(caller))
-
-    @pytest.mark.parametrize("other", [(60, 100), (6000, 1), (1, 50)])
-    def test_another_limit_of_the_owner_pays_no_debt(self, other: tuple[int, int]) -> None:
-        clock = FakeClock()
-        limits, caller = LocalLimits(clock), limited(60, burst=1)
-        left_of(limits.enter_many(caller, 100))
-        for _ in range(98):
-            clock.advance(1.0)
-            limits.enter(limited(other[0], burst=other[1]))
-            refused(limits.enter(caller))
 
     def test_debts_are_remembered_and_bounded(self) -> None:
         buckets = Buckets(owners_max=4 * TIDY_FROM)
@@ -233,26 +163,8 @@ class TestAtOnce:
         assert permits.give_all(second, 4) is None
         assert refused(permits.give_all(larger, 4)).retry_after_s == 1  # while it has others
 
-    def test_a_call_of_more_than_an_owner_may_have_comes_in_alone(self) -> None:
-        permits, witness = Permits(), Witness()
-        requests = [make_request(str(number), witness, now=0.0, owner="o") for number in range(9)]
-        assert permits.give_all(requests, 4) is None
-        assert permits.give(make_request("one", witness, now=0.0, owner="o"), 4) is not None
-        for request in requests:
-            request.settle(ClientLeft("left"), 1.0)
-        assert len(permits) == 0
-
-    def test_gateways_divide_what_an_owner_may_have(self) -> None:
-        gateways = 3
-        permits, witness = Permits(lambda: gateways), Witness()
-        given = [permits.give(make_request(str(n), witness, now=0.0, owner="o"), 6) for n in range(3)]
-        assert [refusal is None for refusal in given] == [True, True, False]
-        gateways = 100
-        assert permits.give(make_request("x", witness, now=0.0, owner="p"), 6) is None
-
 
 LIMIT = RateLimit(6000, 100)
-INTERVAL_S = 0.01
 
 
 def ask_of(lease: Lease, need: int, now: float) -> RateAsk:
@@ -266,31 +178,6 @@ class TestLease:
         ask_of(lease, 1, 100.0)
         lease.told(RateTold(1, leased, False, 0.0), 1, 100.0)
         return lease
-
-    def test_shares_of_the_limit(self) -> None:
-        for per_minute in (*range(1, 200), 1000, 12_345):
-            # Answers may be half a second on their way.
-            all_of_it = 2 * leased_max(per_minute) - leased_max(per_minute) + slack(per_minute) + per_minute // 120
-            assert all_of_it <= per_minute * 0.05
-            assert slack(per_minute) >= leased_max(per_minute)
-
-    def test_it_lets_in_until_it_is_used_up_or_over(self) -> None:
-        lease = self.lease(2)
-        assert [lease.enter(100.5) is not None for _ in range(3)] == [True, True, False]
-        assert self.lease(2).enter(100.0 + LEASE_S) is None
-
-    @pytest.mark.parametrize("ahead_s", [0.0, 0.3, 1.49, 1.5, 2.0, 3.0])
-    def test_callers_are_told_the_same_whichever_way_they_came_in(self, ahead_s: float) -> None:
-        """The slack is 1.5 s; of the lease 90 places are used, the last ones when the bucket is full in part."""
-        lease = Lease(LIMIT)
-        ask_of(lease, 1, 100.0)
-        lease.told(RateTold(1, 90, False, ahead_s), 1, 100.0)
-        for number in range(90):
-            now = 100.0 + number * LEASE_S / 100
-            missing = round(max(0.0, ahead_s - (now - 100.0)) / INTERVAL_S) + number + 1 - slack(LIMIT.per_minute)
-            entry = lease.enter(now)
-            assert entry == lease.lines(now)
-            assert left_of(entry) == pytest.approx(max(0, LIMIT.burst - max(0, missing)), abs=1)
 
     def test_what_was_used_is_told_and_the_rest_is_kept(self) -> None:
         lease = self.lease(5)
@@ -311,17 +198,6 @@ class TestLease:
         ask = ask_of(lease, 0, 102.0)
         assert (ask.used, ask.kept, ask.want) == (0, 0, 0)
         assert not lease.is_open()
-
-    def test_without_an_answer_the_budget_is_to_take_all(self) -> None:
-        lease = self.lease(5)
-        lease.enter(100.1)
-        ask_of(lease, 0, 100.7)
-        lease.failed(101.2)
-        assert lease.enter(101.2) is None
-        assert not lease.is_forgettable(101.3)
-        assert ask_of(lease, 1, 101.3).used is None
-        lease.told(RateTold(1, 0, False, 0.0), 1, 101.3)
-        assert ask_of(lease, 1, 101.4).used == 0
 
     def test_what_the_budget_does_not_remember_any_more_is_forgotten_here_too(self) -> None:
         lease = Lease(LIMIT)
@@ -348,31 +224,6 @@ class TestLease:
         assert lease.refusal(100.1).retry_after_s == 2
         assert b";r=0;" in lease.refusal(100.1).header_lines
 
-    def test_a_call_of_several_takes_its_places_of_the_lease(self) -> None:
-        lease = self.lease(5)
-        entry = lease.enter_many(100.5, 3)
-        assert entry == lease.lines(100.5)
-        assert lease.enter_many(100.5, 3) is None
-        assert lease.left == 2
-        assert ask_of(lease, 0, 100.8).used == 3
-
-    def test_what_is_asked_for_a_call_of_several(self) -> None:
-        lease = Lease(LIMIT)
-        ask = lease.ask("o", 2, 100.0, 300)
-        assert (ask.need, ask.cost, ask.fit) == (2, 300, LIMIT.burst)
-        assert lease.ask("o", 1, 100.0, 30).fit == 30
-
-    def test_a_call_of_several_that_is_refused_keeps_no_single_one_out(self) -> None:
-        lease = Lease(LIMIT)
-        ask = lease.ask("o", 1, 100.0, 80)
-        # Fifty places are there.
-        lease.told(RateTold(0, 0, False, (ask.capacity - 50) * INTERVAL_S), 1, 100.0, 80)
-        assert lease.over_until == 0.0
-        assert not lease.is_over(100.1, 50)
-        assert lease.is_over(100.1, 80)
-        assert not lease.is_over(100.31, 80)
-        assert lease.refusal(100.0, 80).retry_after_s == 1
-
     def test_a_debt_is_asked_for_once_a_second_and_told_as_it_is(self) -> None:
         lease = Lease(RateLimit(60, 5))
         ask = lease.ask("o", 1, 100.0, 100)
@@ -392,31 +243,6 @@ class Answering:
     def ask(self, asks: Sequence[RateAsk], told: Callable[[str, RateTold | None], None]) -> None:
         for ask in asks:
             asyncio.get_running_loop().call_soon(told, ask.owner, RateTold(ask.need, 0, False, 0.0))
-
-
-def test_an_owner_has_an_account_for_each_of_its_limits() -> None:
-    """Else a limit that is soon full again would fill the bucket of another."""
-    clock = FakeClock()
-
-    async def main() -> None:
-        asked: list[RateAsk] = []
-
-        class Listening(Answering):
-            def ask(self, asks: Sequence[RateAsk], told: Callable[[str, RateTold | None], None]) -> None:
-                asked.extend(asks)
-                super().ask(asks, told)
-
-        limits = SharedLimits(Listening(), is_reachable=lambda: True, sharers=lambda: 1, clock=clock)
-        entries: list[object] = []
-        for caller in (limited(60, owner="o"), limited(6000, owner="o"), limited(60, owner="o")):
-            assert limits.enter(caller) is None
-            limits.when_known(caller, entries.append)
-        await asyncio.sleep(0.01)
-        assert len(entries) == 3
-        assert sorted((ask.per_minute, ask.need) for ask in asked) == [(60, 2), (6000, 1)]
-        assert len({ask.owner for ask in asked}) == 2
-
-    clock.run(main())
 
 
 def test_calls_that_count_the_same_are_asked_for_together() -> None:

@@ -4,12 +4,12 @@ import io
 import json
 import logging
 from collections.abc import Iterator
-from datetime import datetime, timedelta
+from datetime import datetime
 from typing import Any
 
 import pytest
 
-from carpool.telemetry.logs import FIELD_CHARS_MAX, SafeHandler, configure_logging
+from carpool.telemetry.logs import FIELD_CHARS_MAX, configure_logging
 
 log = logging.getLogger("carpool.test")
 
@@ -54,21 +54,6 @@ def console_text(*args: Any, stream: io.StringIO | None = None, **kwargs: Any) -
 
 
 class TestJson:
-    def test_a_line_has_time_level_logger_message_and_fields(self) -> None:
-        line = json_line("batch of %d", 3, extra={"fields": {"endpoint": "http://a", "batch_size": 3}})
-        moment = datetime.fromisoformat(line.pop("ts"))
-        assert abs(datetime.now(moment.tzinfo) - moment) < timedelta(minutes=1)
-        assert line == {
-            "level": "warning",
-            "logger": "carpool.test",
-            "message": "batch of 3",
-            "endpoint": "http://a",
-            "batch_size": 3,
-        }
-
-    def test_the_time_is_rfc_3339_in_utc(self) -> None:
-        assert json_line("x")["ts"].endswith("Z")
-
     def test_a_field_never_replaces_what_every_line_has(self) -> None:
         line = json_line("real", extra={"fields": {"message": "forged"}})
         assert (line["message"], line["message_"]) == ("real", "forged")
@@ -80,9 +65,6 @@ class TestJson:
             line = json_line("failed", exc_info=True)
         assert line["exception"].startswith("Traceback")
         assert line["exception"].endswith("ValueError: what happened")
-
-    def test_exc_info_without_an_exception(self) -> None:
-        assert "exception" not in json_line("fine", exc_info=True)
 
     @pytest.mark.parametrize(
         ("value", "written"),
@@ -109,10 +91,6 @@ class TestJson:
         loop: list[Any] = []
         loop.append(loop)
         assert json_line("x", extra={"fields": {"loop": loop}})["message"] == "x"
-
-    @pytest.mark.parametrize("fields", [None, 3, [1], "text"])
-    def test_fields_that_are_no_mapping_are_left_out(self, fields: object) -> None:
-        assert json_line("x", extra={"fields": fields}).keys() == {"ts", "level", "logger", "message"}
 
 
 class TestConsole:
@@ -149,25 +127,6 @@ class TestConfiguration:
             log.info("hello")
         assert terminal.getvalue().endswith("hello\n")
         assert json.loads(pipe.getvalue())["message"] == "hello"
-
-    def test_the_level_holds_and_libraries_stay_quiet(self) -> None:
-        stream = io.StringIO()
-        configure_logging("debug", "json", stream)
-        log.debug("own")
-        logging.getLogger("aiohttp.client").info("theirs")
-        configure_logging("error", "json", stream)
-        log.warning("too mild")
-        logging.getLogger("aiohttp.client").error("serious")
-        assert [json.loads(line)["message"] for line in stream.getvalue().splitlines()] == ["own", "serious"]
-
-    def test_configuring_again_replaces_the_first(self) -> None:
-        first, second = io.StringIO(), io.StringIO()
-        configure_logging("info", "json", first)
-        configure_logging("info", "json", second)
-        log.info("once")
-        assert first.getvalue() == ""
-        assert second.getvalue().count("once") == 1
-        assert sum(isinstance(each, SafeHandler) for each in logging.getLogger().handlers) == 1
 
 
 class TestNothingRaises:
@@ -207,26 +166,3 @@ class TestNothingRaises:
 
         configure_logging("info", "auto", Broken())
         log.error("lost", exc_info=ValueError("x"))
-
-    def test_an_exception_without_a_text(self) -> None:
-        class Mute(Exception):
-            __str__ = Unprintable.__str__
-
-        stream = io.StringIO()
-        configure_logging("info", "json", stream)
-        log.error("failed", exc_info=Mute())
-        assert "Mute" in json.loads(stream.getvalue())["exception"]
-
-    def test_an_endless_chain_of_frames_is_cut(self) -> None:
-        def deep(n: int) -> None:
-            if n == 0:
-                raise ValueError("y" * 20_000)
-            deep(n - 1)
-
-        stream = io.StringIO()
-        configure_logging("info", "json", stream)
-        try:
-            deep(500)
-        except ValueError:
-            log.exception("failed")
-        assert len(stream.getvalue()) < 10_000

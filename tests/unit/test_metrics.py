@@ -106,78 +106,8 @@ def view() -> View:
     return View()
 
 
-def test_the_counts_of_the_stages_are_shown_as_they_are_when_scraped(view: View) -> None:
-    exposition = Exposition(view)
-    assert "carpool_requests_total{outcome=ok}" not in samples(exposition)
-    view.counts["ok"] = 3
-    view.counts["queue-full"] = 2
-    view.wait.observe(0.02)
-    view.took.observe(0.3)
-    view.sizes.observe(64)
-    view.sizes.observe(3)
-    view.seconds.observe(0.2)
-    shown = samples(exposition)
-    expected = {
-        "carpool_requests_total{outcome=ok}": 3,
-        "carpool_requests_total{outcome=queue-full}": 2,
-        "carpool_dead_letters_total{cause=input-refused}": 2,
-        "carpool_dead_letters_total{cause=upstream-failed}": 0,
-        "carpool_queue_wait_seconds_bucket{le=0.01}": 0,
-        "carpool_queue_wait_seconds_bucket{le=0.025}": 1,
-        "carpool_queue_wait_seconds_count{}": 1,
-        "carpool_queue_wait_seconds_sum{}": 0.02,
-        "carpool_request_seconds_bucket{le=0.3,tier=paid}": 1,
-        "carpool_request_seconds_count{tier=free}": 0,
-        "carpool_stage_seconds_count{stage=queue}": 1,
-        "carpool_wait_error_seconds_count{direction=too-high,model=m}": 1,
-        "carpool_waiting{tier=free}": 3,
-        "carpool_batch_fill_bucket{le=0.5,model=m,reason=full}": 0,
-        "carpool_endpoint_breaker{endpoint=http://gpu-1/infer,model=m}": 2,
-        "carpool_batch_size_bucket{le=4.0,model=m}": 1,
-        "carpool_batch_size_bucket{le=64.0,model=m}": 2,
-        "carpool_batch_size_sum{model=m}": 67,
-        "carpool_batch_size_count{model=m}": 2,
-        "carpool_upstream_latency_seconds_count{model=m}": 1,
-        "carpool_batches_total{model=m,reason=full}": 3,
-        "carpool_queue_depth{model=m}": 7,
-        "carpool_arrival_rate{model=m}": 12.5,
-        "carpool_endpoint_state{endpoint=http://gpu-1/infer,model=m,state=healthy}": 1,
-        "carpool_endpoint_state{endpoint=http://gpu-1/infer,model=m,state=offline}": 0,
-        "carpool_connections{}": 5,
-        "carpool_pressure{model=m}": 1.5,
-        "carpool_shed_total{model=m,tier=free}": 7,
-        "carpool_sent_again_total{}": 4,
-    }
-    assert {name: shown[name] for name in expected} == expected
-
-
 def test_a_model_s_name_is_escaped(view: View) -> None:
     assert samples(Exposition(view))['carpool_queue_depth{model=odd "name"}'] == 7
-
-
-def test_the_process_is_shown_too(view: View) -> None:
-    shown = samples(Exposition(view))
-    assert shown["process_resident_memory_bytes{}"] > 0
-    assert any(name.startswith("python_gc_collections_total") for name in shown)
-
-
-def test_there_are_no_series_but_those_of_models_and_codes(view: View) -> None:
-    """Whatever clients send, the number of series is that of the configuration and the code."""
-    exposition = Exposition(view)
-    before = len(samples(exposition))
-    for number in range(1000):
-        view.wait.observe(number)
-        view.sizes.observe(number)
-    assert len(samples(exposition)) == before
-
-
-def test_counters_are_counters(view: View) -> None:
-    kinds = {family.name: family.type for family in text_string_to_metric_families(Exposition(view)()[0].decode())}
-    assert (kinds["carpool_sent_again"], kinds["carpool_connections"]) == ("counter", "gauge")
-
-
-def test_what_a_process_does_not_have_is_not_shown(view: View) -> None:
-    assert not any(name.startswith(("carpool_journal", "carpool_entries")) for name in samples(Exposition(view)))
 
 
 def test_every_kind_of_numbers_is_shown() -> None:

@@ -82,57 +82,6 @@ def test_failures_of_two_clients_close_it_to_all() -> None:
     stand.run(main)
 
 
-@pytest.mark.parametrize("status", [404, 413, 501, 503])
-def test_an_error_that_blames_no_input_is_counted_with_the_owners_of_the_call(status: int) -> None:
-    """The endpoint answers, and may well say so because of what this client sends."""
-    stand = Stand(FakeUpstream(slots=2).then(failing(status), delay_s=SERVICE_S, times=9999))
-
-    async def main() -> None:
-        await worked_once(stand)
-        told = [await stand.answer(b"bad", "X") for _ in range(5)]
-        assert not any(isinstance(outcome, Output) for outcome in told)
-        await asyncio.sleep(0.01)
-        assert stand.pool.is_shut_to("X") and not stand.pool.is_shut_to("Y") and not stand.pool.is_down
-        assert ("m", "X") in stand.quarantined  # what waits of it does not stand in the way
-        assert isinstance(await stand.answer(b"good", "Y"), Output)
-
-    stand.run(main)
-
-
-def test_where_another_endpoint_answers_such_an_error_is_the_endpoint_s_own() -> None:
-    broken = FakeUpstream("broken").then(UpstreamResponse(503, b""), delay_s=SERVICE_S, times=9999)
-    stand = Stand(broken, FakeUpstream("well").then(failing(400), delay_s=SERVICE_S, times=9999))
-
-    async def main() -> None:
-        for _ in range(12):
-            assert isinstance(await stand.answer(b"good", "X"), Output)
-        breaker = stand.pool.members[0].breaker
-        assert (breaker.state, breaker.blamed_owner) == ("open", None)
-        assert ("m", "X") not in stand.quarantined
-
-    stand.run(main)
-
-
-def test_a_replica_that_refuses_what_others_answer_is_left_alone() -> None:
-    right = [FakeUpstream(name).then(failing(400), delay_s=SERVICE_S, times=9999) for name in "ab"]
-    wrong = FakeUpstream("wrong").then(UpstreamResponse(400, b'{"error":"wrong shape"}'), delay_s=SERVICE_S, times=9999)
-    stand = Stand(right[0], wrong, right[1])
-
-    async def main() -> None:
-        requests = []
-        for number in range(60):
-            requests += [stand.send(b"good", f"client {number} {each}") for each in range(4)]
-            await asyncio.sleep(0.2)
-        await asyncio.sleep(3.0)
-        assert {type(stand.witness.outcome(request)) for request in requests} == {Output}
-        assert stand.dispatcher.poisoned == 0
-        states = {member.name: member.breaker.state for member in stand.pool.members}
-        assert states["a"] == states["b"] == "closed"
-
-    stand.run(main)
-    assert len(wrong.calls) < 20
-
-
 def test_a_health_page_is_asked_before_an_input_is_risked() -> None:
     stand = Stand(FakeUpstream().then(UpstreamResponse(503, b""), times=9999))
     asked: list[Callable[[bool], None]] = []
@@ -228,25 +177,6 @@ def test_an_api_that_refuses_everybody_with_another_status_convicts_nobody(statu
             assert isinstance(await stand.answer(b"good", f"client {number}"), Output)
         for number in range(4):
             assert isinstance(await stand.answer(b"good", f"client {number}"), UpstreamRefused)
-
-    stand.run(main)
-    assert stand.dispatcher.poisoned == 0
-
-
-@pytest.mark.parametrize("status", [403, 451])
-def test_nor_do_answers_to_calls_that_began_before_it_refused(status: int) -> None:
-    """They come while it refuses already: that it answers others is no longer true."""
-    upstream = FakeUpstream(slots=2).then(echo, delay_s=1.0, times=2)
-    stand = Stand(upstream.then(failing(status, b""), delay_s=0.2, times=9999))
-
-    async def main() -> None:
-        stand.send(b"good", "X")
-        await asyncio.sleep(0.5)
-        stand.send(b"good", "Y")
-        await asyncio.sleep(0.6)  # the first one is answered: the API is known to be well
-        refused = [stand.send(b"good", f"client {number}") for number in range(4)]
-        await asyncio.sleep(4.0)
-        assert {type(stand.witness.outcome(request)) for request in refused} == {UpstreamRefused}
 
     stand.run(main)
     assert stand.dispatcher.poisoned == 0

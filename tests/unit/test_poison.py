@@ -14,21 +14,6 @@ def request(value: bytes, model: str = "m", parameters: bytes = b"") -> Request:
     return make_request("r", Witness(), now=NOW, model=model, parameters=parameters, value=value)
 
 
-def test_the_same_input_is_known_again() -> None:
-    known = KnownPoison()
-    assert not known
-    known.add(request(b"1"), NOW)
-    again, other = request(b"1"), request(b"2")
-    assert known.among([other, again, other], NOW) == [again]
-
-
-@pytest.mark.parametrize("other", [request(b"2"), request(b"1", model="n"), request(b"1", parameters=b'{"t":1}')])
-def test_another_input_model_or_parameter_is_not(other: Request) -> None:
-    known = KnownPoison()
-    known.add(request(b"1"), NOW)
-    assert known.among([other], NOW) == []
-
-
 def test_it_is_forgotten_after_a_while_unless_it_is_met_again() -> None:
     known = KnownPoison()
     known.add(request(b"1"), NOW)

@@ -1,7 +1,5 @@
 """Quarantined owners: which ones, for how long, and whom refusals have in common."""
 
-import pytest
-
 from carpool.upstream.quarantine import (
     HALF_LIFE_S,
     TOLD_S,
@@ -49,38 +47,12 @@ def test_it_returns_after_a_quiet_time_and_is_forgotten() -> None:
     assert "tracked=0" in repr(quarantined)
 
 
-def test_while_its_requests_wait_time_does_nothing_for_it() -> None:
-    """Nobody has tested them: back among the others, the same bad inputs would fail everybody's batches."""
-    quarantined = Quarantine()
-    refuse(quarantined, 100)
-    refuse(quarantined, 100, owner="you")
-    for second in range(int(4 * HALF_LIFE_S)):
-        quarantined.look(float(second), waiting={ME})
-    assert ME in quarantined and YOU not in quarantined
-    quarantined.look(4 * HALF_LIFE_S + 2.9 * HALF_LIFE_S)  # from now on nothing of it waits
-    assert ME in quarantined
-    quarantined.look(4 * HALF_LIFE_S + 3.1 * HALF_LIFE_S)
-    assert ME not in quarantined
-
-
 def test_requests_that_wait_make_nobody_an_offender_and_keep_nobody_s_score() -> None:
     quarantined = Quarantine()
     refuse(quarantined, 2)
     quarantined.look(HALF_LIFE_S, waiting={ME})
     refuse(quarantined, 1, HALF_LIFE_S)
     assert ME not in quarantined
-
-
-@pytest.mark.parametrize(("every", "is_quarantined"), [(20, True), (100, False)])
-def test_at_high_rates_the_share_decides(every: int, is_quarantined: bool) -> None:
-    quarantined = Quarantine()
-    for number in range(3000):
-        now = number / 1000
-        if number % every == 0:
-            quarantined.refused("m", "me", now)
-        else:
-            quarantined.passed("m", "me", now)
-    assert (ME in quarantined) == is_quarantined
 
 
 def test_what_others_say_is_believed_while_they_repeat_it() -> None:
@@ -99,23 +71,6 @@ def test_memory_is_bounded() -> None:
         refuse(quarantined, 3, owner=str(number))
     assert f"tracked={TRACKED_MAX}" in repr(quarantined)
     assert ("m", "0") not in quarantined and ("m", str(TRACKED_MAX + 9)) in quarantined
-
-
-def test_one_owner_that_is_in_every_refusal_is_found() -> None:
-    common = CommonOwner()
-    everybody = {"a", "b", "c", "d"}
-    assert [common.refused(everybody, is_batch=True) for _ in range(3)] == [None] * 3
-    assert common.refused({"a", "b"}, is_batch=False) is None
-    assert common.answered({"a", "c"}) == "b"
-
-
-def test_few_batches_are_not_enough() -> None:
-    common = CommonOwner()
-    assert common.refused({"a", "b"}, is_batch=True) is None
-    assert common.refused({"a"}, is_batch=False) is None
-    assert common.refused({"a", "c"}, is_batch=True) is None
-    assert common.refused({"a", "d"}, is_batch=True) is None  # nothing was answered: it may be the endpoint
-    assert common.answered({"b", "c"}) == "a"
 
 
 def test_refusals_that_nobody_explains_begin_again() -> None:

@@ -14,7 +14,6 @@ import pytest
 from carpool.core.batch import Batch
 from carpool.core.errors import Draining, QueueTimeout, UpstreamFailed
 from carpool.core.outcome import CallFacts, Outcome, Output
-from carpool.core.request import Request
 from carpool.testing import Witness, make_request
 from carpool.tracking import sqlite
 from carpool.tracking.questions import RequestQuestion, UsageQuestion
@@ -425,10 +424,3 @@ async def test_a_cancelled_question_leaves_the_store_usable(tmp_path: Path) -> N
     question.cancel()
     assert (await store.find("r1")) is not None
     await store.close()
-
-
-def test_taking_a_request_down_keeps_nothing_of_what_is_in_it() -> None:
-    recorder = Recorder(store_at(Path("unused.db")), TIERS, buffer_max=10)
-    request: Request = make_request("r", Witness(), now=0.0, value=b'"secret"')
-    recorder.settled(request, Output(b'"secret too"', CALL))
-    assert "secret" not in repr(vars(recorder))

@@ -14,8 +14,6 @@ from carpool.upstream.endpoint import UpstreamResponse
 from carpool.upstream.first_contact import field_names
 
 JSON, V1, V2, GRPC, EMBEDDINGS, COMPLETIONS, TEI = (make_codec(name) for name in get_args(ProtocolName))
-EVERY = {name: make_codec(name) for name in get_args(ProtocolName)}
-each_codec = pytest.mark.parametrize("codec", EVERY.values(), ids=list(EVERY))
 CALL_ID = "carpool-5a17-7"
 SIZE = 64
 
@@ -87,87 +85,11 @@ def test_words_for_a_batch_of_another_size_say_nothing(codec: Codec, status: int
     assert refused(codec, status, body, size=1).kind != "split"
 
 
-@pytest.mark.parametrize(("codec", "status", "body", "limit"), STATED)
-@pytest.mark.parametrize(
-    "form",
-    [
-        "%s!",
-        "%s\n",
-        " %s",
-        "'%s'",
-        "could not convert string to float: '%s'",
-        "invalid literal for int() with base 10: '%s'",
-        "[request id: carpool-5a17-6] %s",
-        "[request id: <id_unknown>] %s",
-        "%s\n%s",
-        "Value error, %s",
-    ],
-)
-def test_the_same_words_inside_of_others_teach_nothing(
-    codec: Codec, status: int, body: Any, limit: int, form: str
-) -> None:
-    words = error_message(json.dumps(body).encode())
-    quoted = form.replace("%s", words)
-    refusals = [refused(codec, status, {"error": quoted})]
-    if "detail" in body and isinstance(body["detail"], list):
-        refusals.append(refused(codec, status, {"detail": [body["detail"][0] | {"msg": quoted}]}))
-    for refusal in refusals:
-        assert (refusal.kind, refusal.batch_max) == ("split" if status == 413 else "bisect", None)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"loc": ["body", "input", 3]},
-        {"loc": ["body", "input", "list[list[int]]", 3]},
-        {"loc": ["body", "parameters", "input"]},
-        {"loc": ["body", "user"]},
-        {"loc": ["query", "input"]},
-        {"loc": ["body"]},
-        {"loc": "body"},
-        {"loc": None},
-        {"type": "value_error"},
-        {"type": ["too_long"]},
-        {"msg": None},
-        {"msg": "List should have at most 0 items after validation, not 64"},
-        {"msg": "List should have at most 64 items after validation, not 64"},
-        {"msg": "List should have at most 65 items after validation, not 64"},
-        {"msg": "List should have at most 99999999999999999999 items after validation, not 64"},
-        {"msg": "List should have at most \u0663\u0662 items after validation, not 64"},
-    ],
-    ids=str,
-)
-def test_a_fault_of_anything_but_the_array_of_inputs_teaches_nothing(change: dict[str, Any]) -> None:
-    """One client's own input may be a list of 64 tokens, and parameters have the names that a client gave them."""
-    refusal = refused(EMBEDDINGS, 422, too_long("input", **change))
-    assert (refusal.kind, refusal.batch_max) == ("bisect", None)
-
-
 def test_the_fault_of_the_array_is_found_among_others() -> None:
     """A field of several types has a fault for each of them."""
     other = {"type": "string_type", "loc": ["body", "input", "str"], "msg": "Input should be a valid string"}
     body = {"detail": [other, "words", 7, *too_long("input", loc=["body", "input", "list[str]"])["detail"]]}
     assert refused(EMBEDDINGS, 422, body).batch_max == 32
-
-
-@each_codec
-@pytest.mark.parametrize(
-    "text",
-    [
-        "too many items: 1",
-        "could not convert string to float: 'too many items: 1'",
-        "at most 1 inputs",
-        "batch size 64 > maximum allowed batch size 1 is what the client wrote",
-        "max batch size is 1",
-        "batch too large",
-        "List should have at most 1 items after validation, not 64",
-    ],
-)
-def test_what_a_client_may_have_written_neither_teaches_nor_splits(codec: Codec, text: str) -> None:
-    for body in ({"error": text}, {"error": {"message": text}}, {"message": text}, {"detail": text}):
-        for status in (400, 422):
-            assert refused(codec, status, body) == Refusal("bisect", text)
-        assert refused(codec, 413, body) == Refusal("split", text)
 
 
 def test_a_message_is_looked_at_whole_also_where_it_is_cut_for_a_client() -> None:
@@ -185,49 +107,3 @@ def test_what_a_server_quotes_of_the_input_costs_nobody_time() -> None:
     refusal = JsonCodec().classify(UpstreamResponse(422, body), 8)
     assert field_names(body, b"") == ["inputs"] and refusal.message == "words"
     assert time.process_time() - began < 0.5
-
-
-def test_the_id_of_the_call_is_not_shown_to_clients() -> None:
-    assert refused(V2, 500, {"error": f"[request id: {CALL_ID}] out of memory"}).message == "out of memory"
-
-
-@each_codec
-def test_a_lone_request_is_never_split(codec: Codec) -> None:
-    assert refused(codec, 422, {"error": "batch size 1 > maximum allowed batch size 0"}, size=1).kind == "bisect"
-    assert refused(codec, 413, {"error": "too long"}, size=1).kind == "give-up"
-
-
-@each_codec
-@pytest.mark.parametrize(
-    ("status", "kind"),
-    [
-        *((status, "elsewhere") for status in (429, 502, 503, 504)),
-        *((status, "bisect") for status in (400, 422, 424, 500)),
-        *((status, "give-up") for status in (301, 401, 403, 404, 405, 501)),
-        (413, "split"),
-    ],
-)
-def test_what_a_status_means(codec: Codec, status: int, kind: str) -> None:
-    refusal = refused(codec, status, {"error": "input 'x' batch size does not match other inputs"})
-    assert (refusal.kind, refusal.batch_max) == (kind, None)
-
-
-@pytest.mark.parametrize(
-    ("body", "message"),
-    [
-        (b'{"error":"words"}', "words"),
-        (b'{"error":{"message":"words","type":null,"code":400}}', "words"),
-        (b'{"message":"words","code":422,"type":"Validation"}', "words"),
-        (b'{"code":503,"type":"X","message":"words"}', "words"),
-        (b'{"detail":"words"}', "words"),
-        (b'{"detail":[{"loc":["body"],"msg":"words","input":"canary"}]}', "words"),
-        (b'{"error":null,"detail":[]}', ""),
-        (b'{"error":{"code":1}}', ""),
-        (b'{"error":' + b'"' + b"x" * 600 + b'"}', "x" * 512),
-        (b"<html>", ""),
-        (b"\xff", ""),
-        (b"[" * 100_000, ""),
-    ],
-)
-def test_the_words_of_an_error(body: bytes, message: str) -> None:
-    assert error_message(body) == message

@@ -5,7 +5,7 @@ import pytest
 from carpool.core.errors import Forbidden, Malformed
 from carpool.face.http.connection import Connection
 from carpool.face.http.exchange import Exchange
-from carpool.face.http.router import QUERY_FIELDS_MAX, Router, query_of, split_target
+from carpool.face.http.router import QUERY_FIELDS_MAX, Router, query_of
 from carpool.face.http.state import HttpLimits, HttpState
 
 served: list[tuple[str, str]] = []
@@ -127,17 +127,6 @@ def test_options() -> None:
     status, headers = ask("OPTIONS", "*")
     assert (status, headers["Allow"]) == (204, "GET, HEAD, POST, DELETE, OPTIONS")
     assert "Content-Length" not in headers
-
-
-def test_an_error_of_the_tree_is_the_answer() -> None:
-    assert ask("GET", "/forbidden")[0] == 403
-
-
-def test_split_target() -> None:
-    assert split_target(b"/a?b=c?d") == (b"/a", b"b=c?d")
-    assert split_target(b"http://h") == (b"/", b"")
-    assert split_target(b"http://h?q") == (b"/", b"q")
-    assert split_target(b"http://h/a//b?q=http://x/y") == (b"/a//b", b"q=http://x/y")
 
 
 def query(target: bytes) -> dict[str, str]:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from carpool.core.errors import ClientLeft, InputRefused
 from carpool.core.outcome import Output
 from carpool.core.request import Request
-from carpool.testing import AttemptFailedError, FakeUpstream, Witness, make_request
+from carpool.testing import FakeUpstream, Witness, make_request
 from carpool.upstream.same import merge_same, still_there
 from support.virtual_gateway import Stand, failing
 
@@ -53,21 +53,6 @@ class TestOverTheUpstream:
             outcome = stand.witness.outcome(requests[0])
             assert isinstance(outcome, Output)
             assert outcome.call.batch_size == 3
-
-        stand.run(main)
-
-    def test_who_left_is_not_sent_again_and_the_others_are(self) -> None:
-        gpu = FakeUpstream(slots=1).then(AttemptFailedError("reset"), delay_s=0.05)
-        stand = Stand(gpu, is_cached=True)
-
-        async def main() -> None:
-            requests = [stand.send(value, "o", is_same=True) for value in (b'"a"', b'"b"', b'"a"')]
-            await asyncio.sleep(0.02)
-            for request in requests[:2]:
-                stand.broker.cancel(request)
-            await asyncio.sleep(2.0)
-            assert [call.inputs for call in gpu.calls] == [[b'"a"', b'"b"'], [b'"a"']]
-            assert values(stand, requests) == [ClientLeft, ClientLeft, b'"a"']
 
         stand.run(main)
 

@@ -68,17 +68,6 @@ def scene() -> Scene:
     return Scene()
 
 
-def test_the_next_request_is_timed_and_no_other(scene: Scene) -> None:
-    scene.send()
-    assert scene.found == {"receive": [0, 0], "admit": [0, 0]}
-    scene.sampler.take()
-    for _ in range(3):
-        scene.send()
-    assert scene.found == {"receive": [1, 0], "admit": [1, 0.002]}
-    assert scene.state.handler == scene.plain
-    assert len(scene.handled) == 4
-
-
 def test_one_that_comes_in_parts_takes_as_long_as_its_parts(scene: Scene) -> None:
     scene.sampler.take()
     for part in (POST[:9], POST[9:], b"{.", b".}"):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from carpool.broker.owner_quota import ALONE_S, SHARE_COST, ParkedShares
+from carpool.broker.owner_quota import SHARE_COST, ParkedShares
 from carpool.core.request import Request
 from carpool.testing import Witness, make_request
 
@@ -27,22 +27,6 @@ def stand() -> Stand:
     return Stand()
 
 
-def test_an_owner_alone_has_nobody_to_share_with(stand: Stand) -> None:
-    assert stand.over([stand.park("a") for _ in range(5 * SHARE_COST)]) == 0
-
-
-def test_beyond_its_share_an_owner_is_over_and_others_are_not(stand: Stand) -> None:
-    stand.shares.remove(stand.park("b"))
-    flood = [stand.park("a") for _ in range(5 * SHARE_COST)]
-    assert [request.is_over for request in flood] == [False] * SHARE_COST + [True] * 4 * SHARE_COST
-    assert not stand.park("b").is_over
-
-
-def test_large_inputs_count_for_more(stand: Stand) -> None:
-    stand.park("b")
-    assert stand.over([stand.park("a", 60 * 1024) for _ in range(SHARE_COST)]) == SHARE_COST - SHARE_COST // 16
-
-
 def test_order_is_kept_until_the_last_that_is_over_has_ended(stand: Stand) -> None:
     stand.park("b")
     flood = [stand.park("a") for _ in range(SHARE_COST + 2)]
@@ -60,14 +44,6 @@ def test_after_the_last_that_is_over_an_owner_begins_anew(stand: Stand) -> None:
         stand.shares.remove(request)
         assert not request.is_over
     assert not stand.park("a").is_over
-
-
-@pytest.mark.parametrize(("alone_s", "is_shared"), [(ALONE_S - 1, True), (ALONE_S, False)])
-def test_after_a_while_alone_nothing_is_over(stand: Stand, alone_s: float, is_shared: bool) -> None:
-    stand.shares.remove(stand.park("b"))
-    stand.park("a")
-    stand.now += alone_s
-    assert (stand.over([stand.park("a") for _ in range(2 * SHARE_COST)]) > 0) == is_shared
 
 
 def test_it_tells_who_has_how_much(stand: Stand) -> None:

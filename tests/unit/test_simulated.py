@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from carpool.testing import FakeClock
-from carpool.upstream.endpoint import AttemptFailedError, Endpoint, UpstreamCall, UpstreamResponse
+from carpool.upstream.endpoint import AttemptFailedError, UpstreamCall, UpstreamResponse
 from carpool.upstream.simulated import (
     HANG_S_MAX,
     SeenInputs,
@@ -73,13 +73,6 @@ def batch(*inputs: Any) -> bytes:
 
 
 # Settings
-
-
-def test_an_address_sets_what_it_names_and_leaves_the_rest() -> None:
-    assert parse_sim_url("sim:?latency_ms=50&slots=64&poison=a%20b&refuse=%22c&seed=7") == SimulationSettings(
-        latency_ms=50.0, slots=64, poison="a b", refuse='"c', seed=7
-    )
-    assert parse_sim_url("sim:") == SimulationSettings()
 
 
 @pytest.mark.parametrize(
@@ -177,15 +170,6 @@ def test_calls_beyond_the_slots_wait_in_order() -> None:
     assert gpu.stats().busy_seconds == 0.5
 
 
-def test_the_latency_grows_with_the_batch() -> None:
-    time, answers = FakeTime(), list[UpstreamResponse | None]()
-    gpu_on(time, latency_ms=100, per_item_ms=10).submit(batch("a", "b", "c"), answers.append)
-    time.advance(0.129)
-    assert answers == []
-    time.advance(0.001)
-    assert len(answers) == 1
-
-
 def test_who_leaves_frees_its_slot_or_its_place_in_the_queue() -> None:
     time, ended = FakeTime(), list[str]()
     gpu = gpu_on(time, latency_ms=100)
@@ -208,23 +192,6 @@ def test_who_leaves_frees_its_slot_or_its_place_in_the_queue() -> None:
 # Faults
 
 
-@pytest.mark.parametrize(
-    ("fault", "answer"),
-    [
-        ({"error_rate": 1}, UpstreamResponse(500, b'{"error":"the model failed on this batch"}')),
-        ({"reset_rate": 1}, None),
-        ({"hang_rate": 1}, None),
-        ({"short_rate": 1}, UpstreamResponse(200, b'{"outputs":["a"]}')),
-        ({"poison": "bad"}, UpstreamResponse(500, b'{"error":"the model failed on this batch"}')),
-        ({"refuse": "bad"}, UpstreamResponse(400, b'{"error":"this batch is not valid"}')),
-        ({"refuse": "bad", "poison": "a"}, UpstreamResponse(400, b'{"error":"this batch is not valid"}')),
-        ({"refuse": "good", "poison": "bad"}, UpstreamResponse(500, b'{"error":"the model failed on this batch"}')),
-    ],
-)
-def test_faults(fault: dict[str, Any], answer: UpstreamResponse | None) -> None:
-    assert answer_to(batch("a", "so bad"), **fault) == answer
-
-
 def test_a_short_answer_to_one_input_is_empty() -> None:
     assert answer_to(batch("a"), short_rate=1) == UpstreamResponse(200, b'{"outputs":[]}')
 
@@ -241,17 +208,6 @@ def test_garbage_is_no_json() -> None:
 def test_bad_text_outside_of_the_inputs_does_no_harm(option: str) -> None:
     answer = answer_to(b'{"inputs":["a"],"parameters":{"note":"bad"}}', **{option: "bad"})
     assert answer == UpstreamResponse(200, b'{"outputs":["a"]}')
-
-
-def test_a_refused_input_costs_the_time_of_its_batch() -> None:
-    time, answers = FakeTime(), list[UpstreamResponse | None]()
-    gpu = gpu_on(time, refuse="bad", latency_ms=100)
-    gpu.submit(batch("bad"), answers.append)
-    time.advance(0.099)
-    assert answers == []
-    time.advance(0.001)
-    assert len(answers) == 1
-    assert gpu.stats().inputs == 1
 
 
 def test_a_hang_holds_its_slot_until_the_client_leaves() -> None:
@@ -291,29 +247,7 @@ def test_stats_count_calls_inputs_and_repeats() -> None:
     assert (stats.calls, stats.inputs, stats.repeated_inputs, stats.largest_batch) == (4, 5, 2, 65)
 
 
-def test_repeats_are_not_counted_without_a_memory() -> None:
-    gpu = gpu_on(FakeTime())
-    gpu.submit(batch("a", "a"), lambda _: None)
-    assert gpu.stats().repeated_inputs == 0
-
-
 # The in-process endpoint
-
-
-def test_the_endpoint_answers_after_its_latency() -> None:
-    clock = FakeClock()
-
-    async def main() -> None:
-        endpoint: Endpoint = SimulatedEndpoint("sim:", SimulationSettings(latency_ms=30, slots=4))
-        started = clock()
-        answer = await endpoint.post(UpstreamCall(batch("abc", 1)), 2.0)
-        assert answer == UpstreamResponse(200, b'{"outputs":["cba",{"echo":1}]}')
-        assert clock() - started == pytest.approx(0.03)
-        assert endpoint.slots == 4
-        assert await endpoint.accepts_connections()
-        await endpoint.close()
-
-    clock.run(main())
 
 
 @pytest.mark.parametrize(("fault", "text"), [("hang_rate", "no answer within"), ("reset_rate", "reset")])

@@ -10,21 +10,8 @@ from carpool.core.histograms import (
     SHARE_BOUNDS,
     Histogram,
     RequestSeconds,
-    split_seconds,
 )
 from carpool.core.outcome import CallFacts
-
-
-def test_bounds_are_inclusive_and_counts_cumulative() -> None:
-    histogram = Histogram([1, 2, 4])
-    for value in (0, 1, 1.5, 2, 4, 4.1, 100):
-        histogram.observe(value)
-    assert histogram.buckets() == [("1.0", 2), ("2.0", 4), ("4.0", 5), ("+Inf", 7)]
-    assert histogram.total == pytest.approx(112.6)
-
-
-def test_an_empty_histogram_has_all_its_buckets() -> None:
-    assert Histogram([0.5]).buckets() == [("0.5", 0), ("+Inf", 0)]
 
 
 @pytest.mark.parametrize("bounds", [SECONDS_BOUNDS, BATCH_SIZE_BOUNDS, SHARE_BOUNDS])
@@ -49,16 +36,6 @@ def test_values_less_something_count_as_their_differences(values: list[int], les
     together, singly = Histogram(bounds), Histogram(bounds)
     together.observe_ordered(sorted(less + value for value in values), less)
     for value in values:
-        singly.observe(value)
-    assert together.counts == singly.counts
-    assert together.total == pytest.approx(singly.total)
-
-
-@given(st.floats(0.0, 60.0), st.integers(1, 64))
-def test_the_same_value_many_times_counts_as_one_by_one(value: float, count: int) -> None:
-    together, singly = Histogram(SECONDS_BOUNDS), Histogram(SECONDS_BOUNDS)
-    together.observe_alike(value, count)
-    for _ in range(count):
         singly.observe(value)
     assert together.counts == singly.counts
     assert together.total == pytest.approx(singly.total)
@@ -96,15 +73,6 @@ def test_the_stages_sum_up_whatever_another_clock_says(
     assert all(stage.total >= 0.0 and sum(stage.counts) == count for stage in stages)
     assert sum(stage.total for stage in stages) == pytest.approx(total, abs=1e-9)
     assert sum(each.total for each in seconds.by_tier.values()) == pytest.approx(total)
-
-
-@given(st.floats(0.0, 100.0), TOLD, TOLD, st.none() | TOLD)
-def test_a_time_is_split_whole(total_s: float, queue_s: float, before_s: float, call_s: float | None) -> None:
-    split = split_seconds(total_s, queue_s, before_s, call_s)
-    assert min(split) >= 0.0 and sum(split) == pytest.approx(total_s, abs=1e-9)
-    if min(queue_s, before_s, call_s or 0.0) >= 0.0 and queue_s + before_s + (call_s or 0.0) <= total_s:
-        assert split[:2] == pytest.approx((queue_s, before_s), abs=1e-9)
-        assert call_s is None or split.upstream == pytest.approx(call_s, abs=1e-9)
 
 
 @given(st.dictionaries(st.integers(0, 2), AGES, min_size=1), TOLD, TOLD)

@@ -15,7 +15,7 @@ from carpool.face.http.places import Places
 from carpool.face.http.router import Router
 from carpool.face.http.server import HttpServer
 from carpool.face.http.state import HttpLimits
-from carpool.face.http.task_events import HEARTBEAT_S, LOOK_S, TaskEvents
+from carpool.face.http.task_events import LOOK_S, TaskEvents
 from carpool.face.intake import Intake
 from carpool.testing import FakeClock
 from support.streams import NotingTransport
@@ -252,15 +252,6 @@ def test_who_does_not_read_misses_places_but_not_the_outcome() -> None:
             await asyncio.sleep(LOOK_S)
         client.board.tell(done())
         assert client.told == [("queued", "q9"), ("queued", "q8"), ("done", "end")]
-
-    run(main)
-
-
-def test_it_shows_that_it_lives() -> None:
-    async def main() -> None:
-        client = Listening(pending(1))
-        await asyncio.sleep(4 * HEARTBEAT_S + 1)
-        assert client.blocks.count(":") == 4
 
     run(main)
 

@@ -1,6 +1,5 @@
 """A waiting task's poll tells its place, and how long it will wait."""
 
-import time
 from collections.abc import AsyncIterator
 
 import pytest
@@ -41,28 +40,6 @@ def test_it_is_the_number_of_those_before(rounds: list[tuple[str, int, int]], st
         before = None if key is None else sum(other < key for other in waiting.values())
         assert places.before(each, now) == before
         assert places.waiting == places.waiting_of("m") == len(waiting)
-
-
-def test_models_do_not_count_for_each_other() -> None:
-    places = TaskPlaces(strict_order=False)
-    places.add(task("other", 1.0, model="n"))
-    places.add(mine := task("mine", 2.0))
-    assert places.before(mine, 1.0) == 0
-
-
-def test_many_polls_of_many_tasks_are_cheap() -> None:
-    """They are put in order once a second: 50,000 polls take less than a few of the old kind would."""
-    places = TaskPlaces(strict_order=False)
-    tasks = [task(str(number), float(number)) for number in range(50_000)]
-    for each in tasks:
-        places.add(each)
-    started = time.perf_counter()
-    assert [places.before(each, 1.0) for each in tasks] == list(range(50_000))
-    polled_s = time.perf_counter() - started
-    started = time.perf_counter()
-    for _ in range(20):
-        sum(each.place < 25_000.0 for each in tasks)
-    assert polled_s < 10 * (time.perf_counter() - started)
 
 
 @pytest.mark.parametrize(

@@ -43,12 +43,6 @@ def short_rsa_pem() -> bytes:
 
 
 class TestKeys:
-    @pytest.mark.parametrize("signer", SIGNERS.all(), ids=lambda key: key.key_type)
-    def test_each_kind_of_key_by_its_name(self, signer: Key) -> None:
-        found = SET.verify(token_of(signer, claims(), {"kid": signer.kid}).encode(), NOW)
-        assert found is not None
-        assert (found.owner, found.tier, found.until) == ("jwt:ann", "paid", NOW + 90)
-
     @pytest.mark.parametrize("signer", [SIGNERS.rsa, SIGNERS.ec, SIGNERS.okp], ids=lambda key: key.key_type)
     def test_a_pem_takes_tokens_with_any_kid_and_without(self, signer: Key) -> None:
         keys = TokenKeys(public_pem(signer), RULES)
@@ -56,16 +50,10 @@ class TestKeys:
         assert owner(keys, token_of(signer, claims(), {"kid": "../../dev/null"})) == "jwt:ann"
         assert owner(keys, token_of(Signers().ec, claims())) is None
 
-    def test_a_secret_of_one_line(self) -> None:
-        assert owner(TokenKeys(SECRET + b"\n", SECRET_RULES), token_of(SECRET, claims())) == "jwt:ann"
-
     def test_a_set_of_one_needs_no_kid_but_another_kid_is_not_it(self) -> None:
         keys = TokenKeys(SIGNERS.key_set(SIGNERS.ec), RULES)
         assert owner(keys, token_of(SIGNERS.ec, claims())) == "jwt:ann"
         assert owner(keys, token_of(SIGNERS.ec, claims(), {"kid": "ec-2"})) is None
-
-    def test_a_set_of_several_needs_one(self) -> None:
-        assert owner(SET, token_of(SIGNERS.ec, claims())) is None
 
     def test_what_a_set_has_for_other_purposes_is_passed_over(self) -> None:
         listed = json.loads(SIGNERS.key_set(SIGNERS.ec))["keys"]
@@ -85,30 +73,6 @@ class TestKeys:
         assert owner(keys, token_of(SIGNERS.ec, claims(), {"kid": "ec-1"})) is None
         with pytest.raises(ValueError, match="no key for ES256"):
             TokenKeys(SIGNERS.key_set(SIGNERS.rsa), TokenRules(["ES256"]))
-
-    def test_also_than_those_that_keys_name(self) -> None:
-        secret = {**OctKey.import_key(SECRET).as_dict(), "alg": "HS256", "kid": "hs"}
-        both = json.dumps({"keys": [SIGNERS.rsa.as_dict(private=False), secret]}).encode()
-        token = token_of(SECRET, claims(), {"kid": "hs"})
-        assert owner(TokenKeys(both, RULES), token) == "jwt:ann"
-        assert owner(TokenKeys(both, TokenRules(["RS256"])), token) is None
-
-    @pytest.mark.parametrize(
-        "content",
-        [
-            b"<html><body>502 Bad Gateway: try again later</body></html>",
-            b"\xef\xbb\xbf" + SIGNERS.key_set(),
-            b"[" + SIGNERS.key_set() + b"]",
-            b"".join(public_pem(SIGNERS.rsa).splitlines()[1:-1]),
-            SIGNERS.key_set()[1:],
-        ],
-        ids=["an error page", "a mark before it", "an array", "a PEM without its frame", "cut off"],
-    )
-    @pytest.mark.parametrize("algorithms", [[], ["RS256"], ["RS256", "HS256"]])
-    def test_no_file_is_a_secret_unless_that_is_asked_for(self, content: bytes, algorithms: list[str]) -> None:
-        """Anybody may read an error page, or a public key: whoever signs with it is nobody."""
-        with pytest.raises(ValueError, match="neither a JSON Web Key Set nor a PEM"):
-            TokenKeys(content, TokenRules(algorithms))
 
     @pytest.mark.parametrize(
         ("content", "says"),
@@ -149,17 +113,6 @@ class TestKeys:
 
 
 class TestAttacks:
-    def test_no_signature(self) -> None:
-        head = encode(b'{"alg":"none"}') + b"." + encode(json.dumps(claims()).encode())
-        for token in (head + b".", head + b".AA", head, head + b".."):
-            assert owner(HS, token) is None and owner(SET, token) is None
-
-    @pytest.mark.parametrize(
-        "name", ["none", "None", "NONE", "hs256", "HS384", "RS512", "PS256", "", 7, None, ["HS256"]]
-    )
-    def test_another_algorithm_than_the_keys(self, name: Any) -> None:
-        assert owner(HS, token_of(SECRET, claims(), {"alg": name})) is None
-
     def test_a_public_key_is_never_a_secret(self) -> None:
         """The classic: the RSA key that everybody may read, used to sign with HS256."""
         pem = public_pem(SIGNERS.rsa)
@@ -179,18 +132,6 @@ class TestAttacks:
             assert owner(SET, token_of(signer, claims(), {"kid": kid})) is None
         with pytest.raises(ValueError, match="empty"):
             token_of(empty, claims(), {"kid": kid})
-
-    def test_a_key_of_the_attackers_own(self) -> None:
-        own = Signers()
-        header = {
-            "kid": "rsa-1",
-            "jwk": own.rsa.as_dict(private=False),
-            "jku": "http://127.0.0.1:1/",
-            "x5u": "file:///",
-        }
-        assert owner(SET, token_of(own.rsa, claims(), header)) is None
-        # What is not looked at harms nobody.
-        assert owner(SET, token_of(SIGNERS.rsa, claims(), header)) == "jwt:ann"
 
     @pytest.mark.parametrize(
         "header", [{"crit": ["exp"]}, {"crit": []}, {"b64": False, "crit": ["b64"]}, {"b64": True}]
@@ -263,24 +204,12 @@ class TestAttacks:
         deep = encode(b'{"alg":' + b"[" * 4000) + b".AAAA.AAAA"
         assert owner(HS, deep) is None
 
-    @given(st.binary(max_size=200))
-    @example(b"..")
-    @example(b"eyJhbGciOiJIUzI1NiJ9.e30.")
-    def test_whatever_comes_is_nobody(self, token: bytes) -> None:
-        assert HS.verify(token, NOW) is None and SET.verify(token, NOW) is None
-
     @given(st.integers(min_value=0), st.integers(1, 255))
     def test_a_token_that_was_changed_is_another(self, where: int, how: int) -> None:
         token = bytearray(token_of(SECRET, claims()).encode())
         end = token.rindex(b".") - 1  # in what is signed: of the signature's last digit, some bits say nothing
         token[where % end] ^= how
         assert owner(HS, bytes(token)) is None
-
-    @pytest.mark.parametrize("signer", SIGNERS.all(), ids=lambda key: key.key_type)
-    def test_a_signature_of_another_length(self, signer: Key) -> None:
-        head, _, _ = token_of(signer, claims(), {"kid": signer.kid}).rpartition(".")
-        for signature in (b"AA", encode(b"x" * 63), encode(b"\0" * 64), encode(b"\0" * 256), encode(b"x" * 1000)):
-            assert owner(SET, head.encode() + b"." + signature) is None
 
     def test_the_kinds_are_the_documented_ones(self) -> None:
         assert sorted(ALGORITHMS.values()) == ["ES256", "EdDSA", "HS256", "RS256"]

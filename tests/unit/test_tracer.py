@@ -14,10 +14,9 @@ from carpool.core.histograms import RequestSeconds
 from carpool.core.outcome import CallFacts, Output
 from carpool.core.request import Request
 from carpool.core.trace import Trace, traceparent_of
-from carpool.telemetry import tracer as tracer_module
 from carpool.telemetry.otlp import Envelope
 from carpool.telemetry.spans import LINKS_MAX
-from carpool.telemetry.tracer import LINE_MAX, PACK_S, PACK_S_MAX, PACKED_MIN, Rules, Tracer
+from carpool.telemetry.tracer import LINE_MAX, PACKED_MIN, Rules, Tracer
 from carpool.testing import FakeClock, Witness, make_output, make_request
 from support.otlp import SeenSpan, spans_in
 
@@ -97,51 +96,11 @@ def test_rule_1_whoever_asks_is_kept_and_goes_on_with_its_trace() -> None:
     assert trace.span_id not in (b"12345678", bytes(8))
 
 
-def test_rule_1_a_callers_trace_that_was_not_asked_for_is_kept_by_the_ratio_of_its_id() -> None:
-    tracer = Stand(ratio=0.5).tracer
-    high, low = (
-        tracer.begin(headers(b"\xff" * 16, is_sampled=False)),
-        tracer.begin(headers(b"\1" * 16, is_sampled=False)),
-    )
-    assert high is not None and low is not None
-    assert (high.is_sampled, high.why) == (True, "ratio")
-    assert (low.is_sampled, low.trace_id) == (False, b"\1" * 16)
-
-
-def test_rule_1_the_ratio_is_kept_among_those_who_begin_a_trace() -> None:
-    tracer = Stand(ratio=0.1).tracer
-    traces = [trace for _ in range(10_000) if (trace := tracer.begin({})) is not None]
-    assert 800 < len(traces) < 1200
-    assert len({trace.trace_id for trace in traces}) == len(traces)
-    assert all(trace.is_sampled and trace.parent_id == b"" for trace in traces)
-
-
 @pytest.mark.parametrize("text", [b"", b"00-x", b"\xff" * 55, b"00-" + b"0" * 32 + b"-" + b"0" * 16 + b"-01"])
 def test_a_traceparent_that_cannot_be_read_begins_a_trace(text: bytes) -> None:
     assert Stand().tracer.begin({b"traceparent": text}) is None
     trace = Stand(ratio=1.0).tracer.begin({b"traceparent": text})
     assert trace is not None and trace.parent_id == b""
-
-
-def test_what_a_caller_says_is_read_once_for_all_requests_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call may have thousands, and a `tracestate` takes long to read: the event loop would stand still."""
-    read: list[str] = []
-
-    def reading(text: str) -> str:
-        read.append(text)
-        return "a=1"
-
-    monkeypatch.setattr(tracer_module, "read_tracestate", reading)
-    tracer = Stand().tracer
-    own, others = (headers(id_ * 16, is_sampled=True, state=b"," * 9000) for id_ in (b"\1", b"\2"))
-    traces = [tracer.begin(own) for _ in range(2048)] + [tracer.begin(others)]
-    assert len(read) == 2
-    assert [trace.trace_id[:1] for trace in traces if trace is not None] == [b"\1"] * 2048 + [b"\2"]
-    assert len({trace.span_id for trace in traces if trace is not None and trace.state == "a=1"}) == 2049
-
-
-def test_where_callers_are_not_followed_they_begin_a_trace() -> None:
-    assert Stand(follows=False).tracer.begin(headers(b"\xff" * 16, is_sampled=True)) is None
 
 
 @pytest.mark.parametrize("how", ["one", "batch"])
@@ -265,37 +224,6 @@ def test_rule_5_what_has_no_room_is_counted() -> None:
 
     assert len(stand.run(work)) == 2 * LINE_MAX
     assert stand.tracer.kept["ratio"] == LINE_MAX
-
-
-def test_rule_5_packing_takes_several_turns() -> None:
-    stand = Stand(ratio=1.0)
-
-    def work(stand: Stand) -> None:
-        for number in range(1000):
-            stand.settle(stand.request(f"{number}", stand.tracer.begin({})), Output(b"", CALL))
-        assert stand.packed == []
-
-    assert len(stand.run(work)) == 2000
-
-
-def test_rule_5_no_turn_is_held_for_long() -> None:
-    stand, at_a_time = Stand(ratio=1.0), 0
-
-    def work(stand: Stand) -> None:
-        for number in range(1000):
-            stand.settle(stand.request(f"{number}", stand.tracer.begin({})), Output(b"", CALL))
-        stand.tick_s = 0.001  # each that is packed takes so long
-
-        def look(before: int) -> None:
-            nonlocal at_a_time
-            at_a_time = max(at_a_time, len(stand.packed) - before)
-            if len(stand.packed) < 1000:
-                asyncio.get_running_loop().call_later(PACK_S, look, len(stand.packed))
-
-        look(0)
-
-    assert len(stand.run(work, seconds=10.0)) == 2000
-    assert 0 < at_a_time <= PACK_S_MAX / 0.001
 
 
 def test_rule_5_a_large_batch_is_packed_in_parts() -> None:

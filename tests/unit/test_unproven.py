@@ -3,7 +3,6 @@
 import asyncio
 import json
 import logging
-from collections.abc import Callable
 from random import Random
 
 import pytest
@@ -13,7 +12,6 @@ from carpool.core.outcome import Output
 from carpool.core.request import Request
 from carpool.testing import FakeUpstream, UpstreamCall, UpstreamResponse, echo
 from carpool.upstream.first_contact import (
-    KINDS_MAX,
     NAMES_MAX,
     SAY_AGAIN_S,
     SAY_AGAIN_S_MAX,
@@ -76,25 +74,6 @@ def test_a_task_waits_until_the_endpoint_works(status: int) -> None:
         assert isinstance(stand.witness.outcome(task), Output)
         assert stand.pool.members[0].trouble is None and stand.pool.is_proven
         assert stand.broker.held == 0
-
-    stand.run(main)
-
-
-@pytest.mark.parametrize("status", [400, 422, 500])
-@pytest.mark.parametrize("slots", [1, 4, 8])
-@pytest.mark.parametrize("refused", [5, 12, 17, 23, 40])
-def test_what_was_refused_before_the_first_answer_is_not_judged_after_it(status: int, slots: int, refused: int) -> None:
-    upstream = FakeUpstream(slots=slots).then(UpstreamResponse(status, b""), delay_s=SERVICE_S, times=refused)
-    upstream.then(echo, delay_s=SERVICE_S, times=9999)
-    letters = Letters()
-    stand = Stand(upstream, dead_letters=letters)
-
-    async def main() -> None:
-        tasks = [stand.send(b"input %d" % number, "X", is_task=True) for number in range(100)]
-        await asyncio.sleep(90.0)
-        outcomes = [stand.witness.outcome(task) for task in tasks]
-        assert [outcome for outcome in outcomes if not isinstance(outcome, Output)] == []
-        assert not stand.dispatcher.poisoned and not letters.buried and not stand.quarantined
 
     stand.run(main)
 
@@ -195,18 +174,6 @@ def test_a_failure_of_another_kind_is_said_soon() -> None:
             now += 1.0
         pauses.append(now - began)
     assert pauses == sorted(pauses) and pauses[0] == SAY_AGAIN_S and pauses[-1] == SAY_AGAIN_S_MAX
-
-
-def test_failures_that_differ_each_time_are_told_at_growing_intervals_too() -> None:
-    whats: list[Callable[[int], str]] = [
-        lambda number: f"no answer within {number / 7:.2f} s",
-        lambda number: f"it answered {404 if number % 2 else 500}",
-        lambda number: f"it answered 422, and spoke of the field f{number}",
-    ]
-    for what in whats:
-        trouble = Trouble()
-        said = sum(trouble.failed(what(number), "path", float(number)) for number in range(3600))
-        assert said <= 2 + KINDS_MAX + 3600 / SAY_AGAIN_S_MAX + 6, what(1)
 
 
 def fastapi(*places: object) -> bytes:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from carpool.core.errors import Malformed, UpstreamProtocolFault
-from carpool.core.tensors import RawTensor, is_packed, pack, pack_tensors, unpack_tensors
+from carpool.core.tensors import RawTensor, pack, pack_tensors
 from carpool.face.http.v2_wire import V2Answer, V2Call, WantedOutputs, parse_call, write_answer
 from carpool.face.octets import Octets, bytes_in, bytes_out, octets_in, wants_octets
 from carpool.face.tensor_rows import ROWS_MAX, join_rows, read_row
@@ -34,26 +34,6 @@ def raw_tensor(size: int = 16, **changes: Any) -> dict[str, Any]:
 
 def read(*inputs: dict[str, Any], **fields: Any) -> V2Call:
     return parse_call({}, json.dumps({"inputs": inputs, **fields}).encode())
-
-
-def test_json_rows_keep_the_clients_own_digits() -> None:
-    body = b'{"inputs":[{"name":"X","datatype":"FP32","shape":[2,2],"data":[[1.50,2e0],[3,-0.0]]}]}'
-    assert parse_call({}, body).rows == [
-        b'{"name":"X","datatype":"FP32","shape":[1,2],"data":[1.50,2e0]}',
-        b'{"name":"X","datatype":"FP32","shape":[1,2],"data":[3,-0.0]}',
-    ]
-
-
-def test_raw_rows_are_packed() -> None:
-    rows = parse_call(*binary({"inputs": [raw_tensor()]}, FLOATS)).rows
-    assert [[bytes(each.data) for each in unpack_tensors(row)] for row in rows] == [[FLOATS[:8]], [FLOATS[8:]]]
-
-
-def test_json_beside_raw_becomes_raw() -> None:
-    words = {"name": "W", "datatype": "BYTES", "shape": [2, 1], "data": ["a", "b"]}
-    rows = parse_call(*binary({"inputs": [raw_tensor(), words]}, FLOATS)).rows
-    assert all(map(is_packed, rows))
-    assert [bytes(unpack_tensors(row)[1].data) for row in rows] == [pack(["a"], "BYTES"), pack(["b"], "BYTES")]
 
 
 def test_what_the_gateway_looks_at_does_not_enter_the_lane() -> None:
@@ -243,12 +223,6 @@ def test_an_answer_is_written_in_the_form_that_was_asked_for() -> None:
     plain = written(rows, WantedOutputs(None, False))
     assert plain.header_length is None
     assert [output["data"] for output in json.loads(b"".join(plain.body))["outputs"]] == [[1.5, 2.5], ["a", "ü"]]
-
-
-def test_json_outputs_can_be_asked_for_raw() -> None:
-    rows = [b'[{"name":"N","datatype":"FP32","shape":[1,2],"data":[%d,2]}]' % number for number in (1, 5)]
-    answer = written(rows, WantedOutputs(None, True))
-    assert b"".join(answer.body).endswith(struct.pack("<4f", 1, 2, 5, 2))
 
 
 def test_an_output_that_is_not_there_and_one_that_json_cannot_carry() -> None:

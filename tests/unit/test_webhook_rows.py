@@ -87,13 +87,3 @@ def test_a_new_process_has_all_of_them_at_once(store: Store, tmp_path: Path) -> 
     assert (again.counts.webhooks, again.counts.webhook_bytes) == (counts.webhooks, counts.webhook_bytes)
     assert len(claim(again, 9, 2.0)) == 2
     again.close(3.0)
-
-
-def test_the_result_may_go_and_the_webhook_stays(store: Store) -> None:
-    (task,) = finish(store, "https://a/")
-    stored = store.counts.stored_bytes
-    with store.transaction(1.0):
-        assert store.delete([task], 1.0) == {task}
-    assert stored == len(b'"out"') + len("me") + len("https://a/")
-    assert store.counts.stored_bytes == 0
-    assert [webhook.id for webhook in claim(store, 9, 1.0)] == [task]
