@@ -20,7 +20,7 @@ from carpool.composition.serving import Serving, make_broker
 from carpool.composition.tracking import describe_tracking
 from carpool.composition.webhooks import describe_webhooks, start_webhooks
 from carpool.core.names import Role
-from carpool.core.request import QUEUED
+from carpool.core.request import QUEUED, Request
 from carpool.core.snapshot import Mode, Numbers, Snapshot
 from carpool.face.http.admin import FoundRequest
 
@@ -118,8 +118,9 @@ class RedisGateway(RedisProcess):
             models if all(model.upstream.endpoints for model in models) else (),
             # Its endpoints are the batchers' too: while Redis is gone, the gateways share them.
             sharers=redis_context.gateways_last_seen,
+            sampled=self._sampled,
         )
-        self.admission = RedisAdmission(redis_context, self.serving)
+        self.admission = RedisAdmission(redis_context, self.serving, self.watch.find_slow)
         self.faces = Faces(self.runtime, self.admission)
         redis_context.start()
         self.serving.start()
@@ -139,6 +140,9 @@ class RedisGateway(RedisProcess):
         await self.faces.drain()  # batchers answer, or this process's own endpoints
         await self.serving.drain()
         await self.leave()
+
+    def _sampled(self, request: Request) -> None:
+        self.admission.sampled_here(request)
 
     def expire(self) -> None:
         """Look at the deadlines."""
@@ -247,8 +251,8 @@ class RedisServe(RedisGateway):
     async def start(self) -> None:
         """Plug the stages together, from the back to the front, and listen."""
         redis_context = await self.meet()
-        self.serving = self.own = RedisServing(redis_context)
-        self.admission = RedisAdmission(redis_context, self.serving)
+        self.serving = self.own = RedisServing(redis_context, self._sampled)
+        self.admission = RedisAdmission(redis_context, self.serving, self.watch.find_slow)
         self.faces = Faces(self.runtime, self.admission)
         redis_context.start()
         self.serving.start()

@@ -20,6 +20,9 @@ from carpool.composition.process import Process
 from carpool.composition.serving import Serving
 from carpool.composition.tracking import describe_tracking
 from carpool.composition.webhooks import describe_webhooks, start_webhooks
+from carpool.core.defaults import do_nothing
+from carpool.core.outcome import Output
+from carpool.core.ports import SameKey
 from carpool.core.snapshot import FleetState, Health, JournalNumbers, OutcomeNumbers, Snapshot, problem_of
 from carpool.face.http.admin import FoundRequest
 
@@ -48,6 +51,8 @@ class EmbeddedProcess(Process):
         )
         runtime.opened.push_async_callback(self.journal.close)
         dead_letters = DeadLetterBox(self.journal, runtime.settings.dead_letters.synchronous, runtime.clock)
+        outbox = JournalOutbox(self.journal)
+        self.webhooks = start_webhooks(runtime, outbox)
         self.engine = Engine(runtime, self._make_tasks, dead_letters)
         self.serving, self.admission, self.broker = self.engine.serving, self.engine.admission, self.engine.broker
         self.engine.start()
@@ -56,14 +61,8 @@ class EmbeddedProcess(Process):
         self.faces = Faces(runtime, self.admission)
         if self.admission.credentials is not None:
             watch_key_file(runtime, self.admission.credentials)
-        if self.admission.coalescer is not None:
-            self.tasks.keep_result = self.admission.coalescer.keep
         fill = FillWatch(tasks.stored_bytes_max)
         runtime.do_every(LOOK_S, lambda: fill.look(self.journal.unread_bytes, runtime.clock()))
-        outbox = JournalOutbox(self.journal)
-        self.webhooks = start_webhooks(runtime, outbox)
-        if self.webhooks is not None:
-            self.tasks.webhook_is_due = self.webhooks.notify
         await self.faces.start(self.listening, self.check_ready)
         self.port = self.faces.port
         await self.listen_for_operators(
@@ -103,9 +102,15 @@ class EmbeddedProcess(Process):
             prepare=serving.prepare,
             waiting_max=tasks.waiting_max,
             capacity_rps=serving.capacity_rps,
+            keep_result=self._keep_result,
+            webhook_is_due=do_nothing if self.webhooks is None else self.webhooks.notify,
             clock=self.runtime.clock,
         )
         return self.tasks
+
+    def _keep_result(self, key: SameKey, output: Output) -> None:
+        if self.admission.coalescer is not None:
+            self.admission.coalescer.keep(key, output)
 
     def expire(self) -> None:
         """Look at the deadlines."""
@@ -120,7 +125,11 @@ class EmbeddedProcess(Process):
 
     def find_request(self, request_id: str, answer: FoundRequest) -> None:
         """Tell how a live or recent request is, or a task that is kept."""
-        recent = self.admission.find_recent(request_id) or self.serving.find_waiting(request_id)
+        recent = (
+            self.admission.find_recent(request_id)
+            or self.watch.find_slow(request_id)
+            or self.serving.find_waiting(request_id)
+        )
         if recent is None:
             self.tasks.state(request_id, answer)
         else:

@@ -16,7 +16,7 @@ from carpool.broker.memory import MemoryBroker
 from carpool.core.clock import Clock, monotonic
 from carpool.core.errors import CarpoolError, QueueFull
 from carpool.core.outcome import Outcome
-from carpool.core.ports import CallTraces, DeadLetters, LaneCounts, OtherBatchers, Sharing, Slots
+from carpool.core.ports import CallTraces, DeadLetters, FetchedQueue, LaneCounts, OtherBatchers, Sharing, Slots
 from carpool.core.request import Request
 from carpool.core.snapshot import ModelNumbers, ModelState
 from carpool.core.tensors import is_packed
@@ -31,7 +31,7 @@ from carpool.upstream.fleet import Address, Endpoints, Fleet, MakeEndpoint
 from carpool.upstream.grpc_endpoint import GrpcEndpoint
 from carpool.upstream.health import BREAKERS, STATES, HasPages, HealthWatch, LoadSource, breaker_shown, state_of
 from carpool.upstream.load import LoadLimit
-from carpool.upstream.pool import EndpointState, Pool
+from carpool.upstream.pool import AskHealth, EndpointState, Pool
 from carpool.upstream.quarantine import Quarantine
 from carpool.upstream.same import merge_same
 from carpool.upstream.simulated import SimulatedEndpoint, parse_sim_url
@@ -180,6 +180,10 @@ class ModelService(ModelFace):
         quarantined: Quarantine,
         sharers: Callable[[], int] | None = None,
         others: OtherBatchers | None = None,
+        # Where its requests are fetched from, if they wait elsewhere.
+        fetched: FetchedQueue | None = None,
+        # Sees one request of each batch that leaves.
+        sampled: Callable[[Request], None] | None = None,
         traces: CallTraces | None = None,
         clock: Clock = monotonic,
         random_share: Callable[[], float] = random.random,
@@ -213,9 +217,6 @@ class ModelService(ModelFace):
             clock=clock,
             random_share=random_share,
         )
-        # Requests of this model that wait where this process takes them from (Redis), as far as it knows.
-        self.waiting_elsewhere: Callable[[], int] = lambda: 0
-        self.pool.others_wait = lambda: self._others_waiting() > 0
         self._slots: Slots = self.pool if sharers is None else SharedSlots(self.pool, sharers)
         self.loop = BatchLoop(
             model.name,
@@ -229,9 +230,13 @@ class ModelService(ModelFace):
             max_wait_s=batching.max_wait_ms / 1000,
             batch_bytes_max=batching.batch_bytes_max,
             in_flight_bytes_max=batching.in_flight_bytes_max,
+            fetched=fetched,
+            company_comes=None if fetched is None else self._company_comes,
+            sampled=sampled,
             clock=clock,
         )
         self._broker = broker
+        self._fetched = fetched
         # For `prove`.
         self.probe_input = upstream.probe_input.encode()
         self._others = others
@@ -254,13 +259,22 @@ class ModelService(ModelFace):
         """Requests that could share a batch and wait for a slot; none while there is no room for their bytes."""
         if not self.loop.has_room():
             return 0
-        return self.waiting_elsewhere() + self._broker.most_waiting(self.name)
+        return self._waiting_elsewhere() + self._broker.most_waiting(self.name)
 
     def _all_waiting(self) -> int:
         """The same for all lanes together."""
         if not self.loop.has_room():
             return 0
-        return self.waiting_elsewhere() + self._broker.all_waiting(self.name)
+        return self._waiting_elsewhere() + self._broker.all_waiting(self.name)
+
+    def _waiting_elsewhere(self) -> int:
+        """How many wait where they are fetched from: those that are known, and those that came since, at this rate."""
+        fetched = self._fetched
+        return 0 if fetched is None else round(fetched.unread() + self.rate * fetched.unread_s())
+
+    def _company_comes(self) -> bool:
+        """Whether requests that were cleared by a search should wait a moment for others, which are fetched."""
+        return self.dispatcher.isolation.running > 0 and self._waiting_elsewhere() > 0
 
     def free_slots(self) -> int:
         """Slots that take a batch now, or in a moment.
@@ -487,7 +501,7 @@ def make_fleet(
     """The endpoints of a model, their pool and the watch over them."""
     upstream = model.upstream
 
-    def make_pool(endpoints: Sequence[Endpoint]) -> Pool:
+    def make_pool(endpoints: Sequence[Endpoint], ask_health: AskHealth) -> Pool:
         pause_s = upstream.breaker_pause_s
         return Pool(
             endpoints,
@@ -497,6 +511,7 @@ def make_fleet(
             make_breaker=lambda: Breaker(upstream.breaker_failures, pause_s, max(pause_s, BREAKER_PAUSE_S_MAX)),
             make_load=lambda slots: LoadLimit(slots, upstream.load_latency_ratio),
             random_share=random_share,
+            ask_health=None if health_path is None else ask_health,
         )
 
     def make_watch(pool: Pool) -> HealthWatch:

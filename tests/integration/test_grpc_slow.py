@@ -43,10 +43,9 @@ class Echo:
         return await call.read()
 
     async def ever(self, call: GrpcCall) -> None:
-        call.when_unread = self.given_up.set
         message = await call.read()
         while True:
-            await call.write(message)
+            await call.write(message, self.given_up.set)
 
     def drain(self) -> None:
         pass

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -129,7 +130,14 @@ class Stand:
         self.broker.when_work_arrives("m", lambda lane: None)
         self.pool = Pool([endpoint])
         self.dispatcher = UpstreamDispatcher(
-            self.pool, JsonCodec(), self.broker, timeout_s=TIMEOUT_S, attempts=attempts, backoff_s=0.0
+            self.pool,
+            JsonCodec(),
+            self.broker,
+            timeout_s=TIMEOUT_S,
+            attempts=attempts,
+            backoff_s=0.0,
+            others_waiting=partial(self.broker.most_waiting, "m"),
+            all_waiting=partial(self.broker.all_waiting, "m"),
         )
 
     def send(self, *texts: str) -> list[Request]:

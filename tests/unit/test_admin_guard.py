@@ -8,9 +8,9 @@ from carpool.core.errors import Forbidden, RateLimited, Unauthorized
 from carpool.face.http.admin_guard import LOGIN_S, AdminGuard, mac
 from carpool.face.http.guess_pace import OWN_MAX, OWN_S
 
-LOCAL = AdminGuard()
-NAMED = AdminGuard(hosts=["Carpool.internal."])
-OPEN = AdminGuard(tokens=["secret", "older"], is_loopback=False)
+LOCAL = AdminGuard(wall=float, clock=float)
+NAMED = AdminGuard(hosts=["Carpool.internal."], wall=float, clock=float)
+OPEN = AdminGuard(tokens=["secret", "older"], is_loopback=False, wall=float, clock=float)
 HOST = {b"host": b"10.1.2.3"}
 
 
@@ -35,7 +35,7 @@ def test_its_own_page_may_change_things() -> None:
 
 def test_a_cookie_stands_for_a_token_until_its_time_is_over() -> None:
     now = [1000.0]
-    guard = AdminGuard(tokens=["secret", "older"], is_loopback=False, wall=lambda: now[0])
+    guard = AdminGuard(tokens=["secret", "older"], is_loopback=False, wall=lambda: now[0], clock=float)
     host = {b"host": b"10.1.2.3:8001"}
     assert isinstance(guard.login(b"wrong"), Unauthorized)
     assert isinstance(guard.login(b""), Unauthorized)
@@ -46,7 +46,12 @@ def test_a_cookie_stands_for_a_token_until_its_time_is_over() -> None:
         assert {b"HttpOnly", b"SameSite=Strict", b"Path=/"} <= set(attributes.split(b"; "))
         assert token not in given
         assert guard.refusal(b"GET", host | {b"cookie": b"other=1; " + cookie}) is None
-        assert AdminGuard(tokens=["new"], is_loopback=False).refusal(b"GET", host | {b"cookie": cookie}) is not None
+        assert (
+            AdminGuard(tokens=["new"], is_loopback=False, wall=float, clock=float).refusal(
+                b"GET", host | {b"cookie": cookie}
+            )
+            is not None
+        )
         now[0] += LOGIN_S + 1
         assert isinstance(guard.refusal(b"GET", host | {b"cookie": cookie}), Unauthorized)
 

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Container, Coroutine
+from functools import partial
 from itertools import count, pairwise
 from math import inf
 from random import Random
@@ -15,6 +16,7 @@ from carpool.admission.gate import Gate
 from carpool.batching.loop import BatchLoop
 from carpool.batching.policy import Fixed, LaneView, Plan, Policy, PolicyName, Send, make_policy
 from carpool.broker.memory import MemoryBroker
+from carpool.core.defaults import do_nothing
 from carpool.core.errors import CarpoolError, UpstreamDown
 from carpool.core.outcome import Outcome, Output
 from carpool.core.ports import LaneQueue, TaskBoard
@@ -59,6 +61,27 @@ class Sent:
         return [[request.id for request in batch] for batch in self.batches]
 
 
+class Fetched:
+    """Requests that wait elsewhere, and are fetched."""
+
+    def __init__(self) -> None:
+        self.waiting = 0
+        self.known = 0
+        self.due: Callable[[], None] = do_nothing
+
+    def unread(self) -> int:
+        return self.waiting
+
+    def unread_s(self) -> float:
+        return 0.0
+
+    def batch_is_due(self) -> None:
+        self.due()
+
+    def call_time_is_known(self) -> None:
+        self.known += 1
+
+
 class Stand:
     def __init__(
         self,
@@ -68,7 +91,7 @@ class Stand:
         max_batch: int = MAX_BATCH,
         gpu: FakeUpstream | None = None,
         quarantined: Container[tuple[str, str]] = (),
-        **bounds: float,
+        **bounds: Any,
     ) -> None:
         self.clock = FakeClock(START)
         self.witness = Witness()
@@ -76,6 +99,7 @@ class Stand:
         self._slots, self._policy, self._max_batch, self._bounds = slots, policy or Fixed(), max_batch, bounds
         self._quarantined = quarantined
         self._serial = count()
+        self.fetched = Fetched()
 
     def run(self, main: Callable[[], Coroutine[Any, Any, None]]) -> None:
         async def started() -> None:
@@ -95,6 +119,8 @@ class Stand:
                 timeout_s=3.0,
                 attempts=1,
                 backoff_s=0.0,
+                others_waiting=partial(self.broker.most_waiting, "m"),
+                all_waiting=partial(self.broker.all_waiting, "m"),
                 clock=self.clock,
             )
             self.sent = Sent(self.dispatcher, self.clock)
@@ -106,6 +132,7 @@ class Stand:
                 self._policy,
                 max_batch=self._max_batch,
                 max_wait_s=MAX_WAIT_S,
+                fetched=self.fetched,
                 clock=self.clock,
                 **self._bounds,
             )
@@ -500,10 +527,8 @@ class TestCapacity:
 
     def test_it_is_known_after_the_first_batch(self) -> None:
         stand = Stand(slots=2)
-        told: list[bool] = []
 
         async def main() -> None:
-            stand.loop.when_known = lambda: told.append(True)
             assert not stand.loop.is_capacity_known()
             assert stand.loop.first_sent() == inf
             stand.arrive(MAX_BATCH * 3)
@@ -513,7 +538,7 @@ class TestCapacity:
             await asyncio.sleep(1)
             assert stand.loop.is_capacity_known()
             assert stand.loop.capacity_rps(2) == pytest.approx(2 * MAX_BATCH / SERVICE_S)
-            assert told == [True]
+            assert stand.fetched.known == 1
 
         stand.run(main)
 
@@ -524,7 +549,7 @@ class TestCapacity:
         stand = Stand()
 
         async def main() -> None:
-            stand.loop.waiting_elsewhere = lambda: waiting
+            stand.fetched.waiting = waiting
             for _ in range(60):
                 stand.arrive(MAX_BATCH // 4)
                 await asyncio.sleep(SERVICE_S * 1.01)
@@ -586,7 +611,7 @@ class TestBatchesLeaveApart:
                 stood.append(stand.clock() - START)
 
         async def main() -> None:
-            stand.loop.when_quarantined_left = stand_still
+            stand.fetched.due = stand_still
             await keep_busy(stand, 30.0 + 6 * service_s)
             assert stood
             stand.loop.look(stand.clock())
@@ -617,7 +642,7 @@ class TestBatchesLeaveApart:
         seen: list[tuple[int, int]] = []
 
         async def main() -> None:
-            stand.loop.when_quarantined_left = lambda: seen.append((stand.loop.free_slots(), stand.loop.slots_due()))
+            stand.fetched.due = lambda: seen.append((stand.loop.free_slots(), stand.loop.slots_due()))
             await keep_busy(stand, 5 * service_s)
             assert sum(due <= 2 < free for free, due in seen) > slots / 2
             assert all(min(free, 1) <= due <= free for free, due in seen)

@@ -50,7 +50,15 @@ class Stand:
         self.broker = MemoryBroker(waiting_max=100, bytes_max=10_000, lanes_max=9, tiers=1, clock=clock)
         self.pool = Pool([gpu], clock)
         self.dispatcher = UpstreamDispatcher(
-            self.pool, JsonCodec(), self.broker, timeout_s=3.0, attempts=3, backoff_s=0.0, clock=clock
+            self.pool,
+            JsonCodec(),
+            self.broker,
+            timeout_s=3.0,
+            attempts=3,
+            backoff_s=0.0,
+            others_waiting=partial(self.broker.most_waiting, "m"),
+            all_waiting=partial(self.broker.all_waiting, "m"),
+            clock=clock,
         )
         self.loop = BatchLoop(
             "m", self.broker, self.pool, self.dispatcher, Fixed(), max_batch=MAX_BATCH, max_wait_s=0.05, clock=clock

@@ -1,5 +1,6 @@
 """U10 of FAULTS.md: a call whose connection was dead is sent again at once, but not for nothing and not for ever."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -50,6 +51,8 @@ class Stand:
             timeout_s=3.0,
             attempts=attempts,
             backoff_s=0.1,
+            others_waiting=partial(self.broker.most_waiting, "m"),
+            all_waiting=partial(self.broker.all_waiting, "m"),
             budget=self.budget,
             clock=self.clock,
             random_share=lambda: 0.5,

@@ -96,7 +96,6 @@ class Stand:
         self.broker.when_work_arrives("m", self._arrived)
         self.pool = Pool(self.upstreams, self.clock, random_share=lambda: 0.5)
         self.pool.when_slot_frees(self._send_those_put_back)
-        self.pool.others_wait = lambda: self.broker.all_waiting("m") > 0
         self._is_submitting = False
         self.ended: list[float] = []
         self.dead_letters = Graveyard()
@@ -108,6 +107,8 @@ class Stand:
             self.broker,
             timeout_s=3.0,
             attempts=3,
+            others_waiting=self._waiting,
+            all_waiting=self._waiting,
             backoff_s=0.1,
             model="m",
             budget=budget,
@@ -116,6 +117,9 @@ class Stand:
             clock=self.clock,
             random_share=lambda: self.random_share,
         )
+
+    def _waiting(self) -> int:
+        return self.broker.all_waiting("m")
 
     def batch(
         self, count: int, total_timeout_s: float = 4.0, parameters: bytes = b"", is_task: bool = False

@@ -45,7 +45,8 @@ class FakeCall:
         self.taken += 1
         return await self.sent.get()
 
-    async def write(self, written: bytes) -> None:
+    async def write(self, written: bytes, when_unread: Callable[[], None] | None = None) -> None:
+        self.when_unread = when_unread
         await self.is_reading.wait()
         self.answers += message("PredictStreamResponse").FromString(written).responses
 

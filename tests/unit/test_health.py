@@ -62,7 +62,7 @@ class Setup:
     def __init__(self, health_path: str | None = "/health", load_source: LoadSource | None = None) -> None:
         self.clock = FakeClock()
         self.gpu = PagedUpstream()
-        self.pool = Pool([self.gpu], self.clock)
+        self.pool = Pool([self.gpu], self.clock, ask_health=lambda member, tell: self.watch.ask(member, tell))
         self.watch = make_watch(self.pool, self.clock, health_path, load_source)
 
     @property
@@ -201,7 +201,11 @@ def make_fleet(clock: Clock, *addresses: Address) -> tuple[Fleet, Callable[[Addr
         return PagedUpstream(*address)
 
     fleet = Fleet(
-        addresses, make_endpoint, lambda endpoints: Pool(endpoints, clock), lambda pool: make_watch(pool, clock), clock
+        addresses,
+        make_endpoint,
+        lambda endpoints, ask: Pool(endpoints, clock, ask_health=ask),
+        lambda pool: make_watch(pool, clock),
+        clock,
     )
     return fleet, make_endpoint
 

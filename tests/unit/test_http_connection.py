@@ -18,7 +18,7 @@ from carpool.core.errors import CarpoolError, Malformed, MethodNotAllowed, RateL
 from carpool.core.timers import TURN_S
 from carpool.face.http import connection, state
 from carpool.face.http.connection import BACKLOG_ENTRY_BYTES, TOLD_MAX, Connection
-from carpool.face.http.exchange import Exchange
+from carpool.face.http.exchange import Exchange, ExchangeWorker
 from carpool.face.http.problem import respond_problem
 from carpool.face.http.server import SWEEP_PARTS, TICK_S, HttpServer
 from carpool.face.http.state import LONG_BODY_BYTES, HttpLimits
@@ -103,14 +103,14 @@ def answers(written: bytes, heads_only: bool = False) -> list[Answer]:
     return found
 
 
-class Face:
+class Face(ExchangeWorker):
     """A server whose routes only collect, and one connection to it."""
 
     def __init__(self, limits: HttpLimits = LIMITS, answer_at_once: bool = False) -> None:
         self.clock = FakeClock()
         self.seen: list[Exchange] = []
         self.left: list[Exchange] = []
-        self.writable: list[Exchange] = []
+        self.told_to_write: list[Exchange] = []
         self.answer_at_once = answer_at_once
         self.server = HttpServer(self.route, limits, self.clock)
         self.connect()
@@ -122,12 +122,17 @@ class Face:
 
     def route(self, exchange: Exchange) -> None:
         self.seen.append(exchange)
-        exchange.when_client_leaves = self.left.append
-        exchange.when_writable = self.writable.append
+        exchange.worker = self
         if exchange.target == b"/defect":
             raise ZeroDivisionError("a defect of a route")
         if self.answer_at_once:
             self.answer(exchange)
+
+    def client_left(self, exchange: Exchange) -> None:
+        self.left.append(exchange)
+
+    def writable(self, exchange: Exchange) -> None:
+        self.told_to_write.append(exchange)
 
     def answer(self, exchange: Exchange) -> None:
         """Answer with the target, so that the order shows."""
@@ -671,9 +676,9 @@ def test_a_writer_that_was_told_to_wait_is_called_when_its_turn_comes() -> None:
     face.connection.pause_writing()
     assert not third.write(b"x")
     face.connection.resume_writing()
-    assert face.writable == []  # others are before it
+    assert face.told_to_write == []  # others are before it
     face.answer(face.seen[1])
-    assert face.writable == [third]
+    assert face.told_to_write == [third]
 
 
 @pytest.mark.parametrize("failure", [ValueError("a defect"), Malformed("too late")])

@@ -143,9 +143,9 @@ async def test_a_long_answer_leaves_in_parts_as_it_is_read() -> None:
     assert desk.sink.parts == 3 and not desk.sink.is_ended  # nobody reads on
     held = desk.answers.held
     assert 0 < held < 5_000_000
-    assert desk.exchange.when_writable is not None
+    assert desk.exchange.worker is not None
     desk.sink.room = 10**6
-    desk.exchange.when_writable(desk.exchange)
+    desk.exchange.worker.writable(desk.exchange)
     was_ended = desk.sink.is_ended
     await desk.turns(200)
     assert (was_ended, desk.sink.is_ended, desk.answers.held) == (False, True, 0)  # a turn writes so much
@@ -194,8 +194,8 @@ async def test_a_defect_in_the_middle_of_an_answer_breaks_it_off(monkeypatch: py
     desk.come(numbers(500, 1000))
     assert desk.sink.parts == 2
     monkeypatch.setattr(desk.sink, "write", lambda *_: 1 / 0)
-    assert desk.exchange.when_writable is not None
-    desk.exchange.when_writable(desk.exchange)
+    assert desk.exchange.worker is not None
+    desk.exchange.worker.writable(desk.exchange)
     assert desk.sink.is_broken and not desk.sink.is_ended
     assert desk.answers.held == 0
 
@@ -211,8 +211,8 @@ async def test_who_leaves_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch,
         desk.come(values)
         await desk.turns(100 if when == "writing" else 3)
     assert desk.answers.held > 0
-    assert desk.exchange.when_client_leaves is not None
-    desk.exchange.when_client_leaves(desk.exchange)
+    assert desk.exchange.worker is not None
+    desk.exchange.worker.client_left(desk.exchange)
     assert desk.answers.held == 0
     written = desk.sink.written
     await desk.turns(100)

@@ -1,11 +1,11 @@
 """What is collected while somebody looks (`telemetry/live.py`), and who is shown it (`face/http/live.py`)."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from carpool.core.batch import Batch
+from carpool.core.defaults import do_nothing
 from carpool.core.errors import UpstreamFailed
 from carpool.core.histograms import SECONDS_BOUNDS, Histogram
 from carpool.core.live import BATCHES_MAX, SLOW_KEPT_S, LaneWaiting, LivePart
@@ -287,13 +287,12 @@ def look(viewers: Viewers, method: bytes = b"GET") -> tuple[Wire, Exchange]:
 
 
 def leave(exchange: Exchange) -> None:
-    told: Callable[[Exchange], None] | None = exchange.when_client_leaves
-    assert told is not None
-    told(exchange)
+    assert exchange.worker is not None
+    exchange.worker.client_left(exchange)
 
 
 def test_viewers_are_bounded() -> None:
-    viewers = Viewers()
+    viewers = Viewers(do_nothing, bytes)
     exchanges = [look(viewers)[1] for _ in range(VIEWERS_MAX)]
     assert look(viewers)[0].status == 503
     leave(exchanges[0])
@@ -301,7 +300,7 @@ def test_viewers_are_bounded() -> None:
 
 
 def test_one_that_does_not_read_is_dropped_and_the_others_are_not() -> None:
-    viewers = Viewers()
+    viewers = Viewers(do_nothing, bytes)
     (slow, exchange), (quick, _) = look(viewers), look(viewers)
     slow.reads = False
     for _ in range(MISSED_MAX + 1):
@@ -317,7 +316,7 @@ def test_one_that_does_not_read_is_dropped_and_the_others_are_not() -> None:
 
 
 def test_one_that_reads_on_is_kept() -> None:
-    viewers = Viewers()
+    viewers = Viewers(do_nothing, bytes)
     wire, exchange = look(viewers)
     for _ in range(3 * MISSED_MAX):
         wire.reads = False
@@ -329,6 +328,6 @@ def test_one_that_reads_on_is_kept() -> None:
 
 
 def test_head_looks_at_nothing() -> None:
-    viewers = Viewers()
+    viewers = Viewers(do_nothing, bytes)
     look(viewers, b"HEAD")
     assert len(viewers) == 0

@@ -8,7 +8,8 @@ import pytest
 from carpool.core.errors import InputRefused, UpstreamFailed, UpstreamRefused
 from carpool.core.outcome import Output
 from carpool.core.request import Request
-from carpool.testing import FakeUpstream, UpstreamResponse, echo
+from carpool.testing import FakeClock, FakeUpstream, UpstreamResponse, echo
+from carpool.upstream.pool import Pool
 from support.virtual_gateway import SERVICE_S, Stand, failing
 
 
@@ -83,24 +84,24 @@ def test_failures_of_two_clients_close_it_to_all() -> None:
 
 
 def test_a_health_page_is_asked_before_an_input_is_risked() -> None:
-    stand = Stand(FakeUpstream().then(UpstreamResponse(503, b""), times=9999))
     asked: list[Callable[[bool], None]] = []
+    clock = FakeClock()
 
     async def main() -> None:
-        stand.pool.ask_health = lambda member, tell: asked.append(tell)
-        for owner in ("X", "Y", "X", "Y", "X"):
-            if not stand.pool.is_down:
-                await stand.answer(b"good", owner)
-        assert stand.pool.is_down
+        pool = Pool([FakeUpstream()], clock, ask_health=lambda member, tell: asked.append(tell))
+        while not pool.is_down:
+            member = pool.take()
+            pool.give_back(member)
+            pool.record_failure(member)
         await asyncio.sleep(1.2)
-        assert (len(asked), stand.pool.free()) == (1, 0)
+        assert (len(asked), pool.free()) == (1, 0)
         asked[0](False)
         await asyncio.sleep(2.5)
-        assert (len(asked), stand.pool.free()) == (2, 0)
+        assert (len(asked), pool.free()) == (2, 0)
         asked[1](True)
-        assert stand.pool.free() == 1
+        assert pool.free() == 1
 
-    stand.run(main)
+    clock.run(main())
 
 
 def test_one_of_ten_clients_that_is_all_bad_is_set_apart() -> None:

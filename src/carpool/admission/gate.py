@@ -11,6 +11,7 @@ from carpool.admission.limits import LocalLimits, Permits
 from carpool.admission.owners import Owners
 from carpool.admission.shedding import LoadShedder
 from carpool.core.clock import Clock, monotonic
+from carpool.core.defaults import one
 from carpool.core.errors import CarpoolError, Draining, UpstreamDown
 from carpool.core.ports import (
     Availability,
@@ -47,7 +48,7 @@ class Gate:
         anonymous: RateLimit | None = None,
         rates: RateLimits | None = None,
         # How many gateways share the requests that an owner may have at once.
-        sharers: Callable[[], int] = lambda: 1,
+        sharers: Callable[[], int] = one,
     ) -> None:
         self._broker = broker
         self._tasks = tasks

@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from math import ceil
 
+from carpool.core.defaults import one
 from carpool.core.errors import CarpoolError, RateLimited
 from carpool.core.ports import Caller, LimitVerdict, RateLimit
 from carpool.core.request import Request
@@ -189,7 +190,7 @@ def _over_limit(per_minute: int, retry_after_s: int, full_s: int, cost: int) -> 
 class Permits:
     """How many requests each owner has at once. Who has none is not remembered."""
 
-    def __init__(self, sharers: Callable[[], int] = lambda: 1) -> None:
+    def __init__(self, sharers: Callable[[], int] = one) -> None:
         # Among so many processes what an owner may have is divided.
         self._sharers = sharers
         self._by_owner: dict[str, OwnerPermit] = {}

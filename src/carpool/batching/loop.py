@@ -29,7 +29,7 @@ from carpool.batching.rate import ArrivalRate
 from carpool.core.batch import Batch, BatchIds
 from carpool.core.clock import STOOD_STILL_S, Clock, monotonic
 from carpool.core.histograms import BATCH_SIZE_BOUNDS, SHARE_BOUNDS, Histogram, off_by
-from carpool.core.ports import Broker, Dispatcher, LaneQueue, Slots
+from carpool.core.ports import Broker, Dispatcher, FetchedQueue, LaneQueue, Slots
 from carpool.core.request import Request
 
 logger = logging.getLogger("carpool.batching")
@@ -78,6 +78,12 @@ class BatchLoop:
         max_wait_s: float,
         batch_bytes_max: float = inf,
         in_flight_bytes_max: float = inf,
+        # Where requests of this model are fetched from, if they wait elsewhere; and whether company for those who wait
+        # here is being fetched.
+        fetched: FetchedQueue | None = None,
+        company_comes: Callable[[], bool] | None = None,
+        # Sees one request of each batch that leaves.
+        sampled: Callable[[Request], None] | None = None,
         clock: Clock = monotonic,
     ) -> None:
         self.model = model
@@ -123,8 +129,7 @@ class BatchLoop:
         broker.when_work_arrives(model, self.arrived)
         broker.when_bytes_free(model, self.notify)
         slots.when_slot_frees(self._slot_freed)
-        # Whether company for those who wait here is being fetched from elsewhere, and when a slot last became free.
-        self.company_comes: Callable[[], bool] = lambda: False
+        # When a slot last became free.
         self._freed_at = -inf
         # While more waits than the slots can take: when the next batch may leave.
         self._is_crowded = False
@@ -134,14 +139,9 @@ class BatchLoop:
         self._idle_slots, self._idle_since = 0, 0.0
         # Since when slots are free, the longest first.
         self._free_since: deque[float] = deque()
-        # Requests of this model that wait where they are taken from, as far as is known.
-        self.waiting_elsewhere: Callable[[], int] = lambda: 0
-        # Who wants to see one of each batch that leaves.
-        self.sampled: Callable[[Request], None] | None = None
-        # Who is told when the first batch has ended: now it is known how long one takes.
-        self.when_known: Callable[[], None] | None = None
-        # Who is told that the next batch is due (`slots_due`): what it is made of may have to be fetched.
-        self.when_quarantined_left: Callable[[], None] | None = None
+        self._fetched = fetched
+        self._company_comes = company_comes
+        self._sampled = sampled
 
     def __repr__(self) -> str:
         return f"<BatchLoop {self.model} free_since={len(self._free_since)}>"
@@ -273,8 +273,8 @@ class BatchLoop:
         self._count_fill(send.reason, 1.0 if is_full else len(batch) / largest)
         self.policy.sent(largest if is_full else len(batch), largest)
         self._look_around(lane, len(batch), largest, now)
-        if self.sampled is not None:
-            self.sampled(batch[-1])
+        if self._sampled is not None:
+            self._sampled(batch[-1])
         return True
 
     def _count_fill(self, reason: str, fill: float) -> None:
@@ -294,7 +294,9 @@ class BatchLoop:
         # Those who would have fitted into the batch say nothing: they have only just come, or the load shedder lets no
         # more wait. Nor do quarantined ones: they have their share of the slots, and fill no other batch.
         lanes = self._broker.lanes(self.model)
-        waiting = sum(each.waiting for each in lanes if not each.is_quarantined) + self.waiting_elsewhere()
+        waiting = sum(each.waiting for each in lanes if not each.is_quarantined)
+        if self._fetched is not None:
+            waiting += self._fetched.unread()
         room = largest if lane.is_quarantined else 0 if lane.waiting else largest - size
         is_waiting, is_full = waiting > room, self._slots.free() <= 0
         if self._free_since and self._is_crowded:
@@ -319,8 +321,8 @@ class BatchLoop:
             pace_s = self._pace_s()
             # From when it was due, not from when a late timer let it go: else the slots would stand idle.
             self._next_at = max(self._next_at, now - max(pace_s, TIMER_S_MIN)) + pace_s if self._is_crowded else -inf
-            if self._is_crowded and self.when_quarantined_left is not None:
-                self.when_quarantined_left()
+            if self._is_crowded and self._fetched is not None:
+                self._fetched.batch_is_due()
         else:
             self._next_at = -inf
 
@@ -356,8 +358,9 @@ class BatchLoop:
 
     def _awaits_company(self, lane: LaneQueue, now: float) -> bool:
         """Whether to give others a moment to come: the slot has just become free, and they wait elsewhere."""
-        is_young = now - self._freed_at < COMPANY_S and not self.draining
-        return is_young and lane.waiting < self._dispatcher.batch_max(lane, self.max_batch) and self.company_comes()
+        if self._company_comes is None or self.draining or now - self._freed_at >= COMPANY_S:
+            return False
+        return lane.waiting < self._dispatcher.batch_max(lane, self.max_batch) and self._company_comes()
 
     def _is_full_of_bytes(self, lane: LaneQueue) -> bool:
         """To the policy this is as good as `max_batch` requests: no company could come along."""
@@ -403,5 +406,5 @@ class BatchLoop:
         self.service_s += SERVICE_WEIGHT * (seconds - self.service_s)
         weight = min(SERVICE_WEIGHT, self.service_s / (STEADY_S * max(1, self._slots.total())))
         self._times.seen(size, self.max_batch, seconds, weight)
-        if self._times.ended == 1 and self.when_known is not None:
-            self.when_known()
+        if self._times.ended == 1 and self._fetched is not None:
+            self._fetched.call_time_is_known()

@@ -33,6 +33,8 @@ class PendingRequests:
         waited: Histogram | None = None,
         seconds: RequestSeconds | None = None,
         events: Events | None = None,
+        # Sees one request of each handful that got an output.
+        sampled: Callable[[Request], None] | None = None,
         clock: Clock = monotonic,
     ) -> None:
         self._waiting_max = waiting_max
@@ -52,11 +54,10 @@ class PendingRequests:
         self.waited = Histogram(SECONDS_BOUNDS) if waited is None else waited
         self.seconds = seconds or RequestSeconds()
         self.late_outcomes = 0
-        # Who wants to see one request of each handful that got an output.
-        self.sampled: Callable[[Request], None] | None = None
+        self._sampled = sampled
 
     def __repr__(self) -> str:
-        return f"<Parking held={self.held} bytes={self.held_bytes}>"
+        return f"<PendingRequests held={self.held} bytes={self.held_bytes}>"
 
     def __contains__(self, request: Request) -> bool:
         return self._parked.get(request.number) is request
@@ -195,5 +196,5 @@ class PendingRequests:
                 self.waited.observe_all(waits)
             for answered in zip(seconds, since_taken_s, calls, strict=True):
                 self.seconds.answered(*answered)
-            if self.sampled is not None and request is not None:
-                self.sampled(request)
+            if self._sampled is not None and request is not None:
+                self._sampled(request)

@@ -18,6 +18,7 @@ from carpool.broker.memory import MemoryBroker
 from carpool.broker.polls import Poll, Polls, WhenPolled, no_such_task
 from carpool.core.clock import Clock, monotonic
 from carpool.core.dead_letter import is_dead_letter
+from carpool.core.defaults import do_nothing
 from carpool.core.errors import CarpoolError, ClientLeft, Draining, QueueFull, UnknownModel, UnknownTask
 from carpool.core.outcome import Outcome, Output
 from carpool.core.ports import Caller, SameKey
@@ -25,6 +26,11 @@ from carpool.core.problem import code_of, problem_json
 from carpool.core.request import ADMITTED, RUNNING, Request
 from carpool.core.task import TAKEN, StoredTask, place_behind
 from carpool.core.timeline import RequestState, state_of
+
+
+def unknown_capacity(model: str) -> float:
+    """Where nothing is known of what can be served."""
+    return 0.0
 
 
 class LiveTask(msgspec.Struct, eq=False):
@@ -42,9 +48,13 @@ class Tasks:
         broker: MemoryBroker,
         journal: Journal,
         *,
-        prepare: Callable[[Request], None] = lambda request: None,
+        prepare: Callable[[Request], None] = do_nothing,
         waiting_max: int = 50_000,
-        capacity_rps: Callable[[str], float] = lambda model: 0.0,
+        capacity_rps: Callable[[str], float] = unknown_capacity,
+        # Keeps the result of a task for requests that are the same.
+        keep_result: Callable[[SameKey, Output], None] = do_nothing,
+        # Called when an outcome that is to be sent somewhere is safe.
+        webhook_is_due: Callable[[], None] = do_nothing,
         clock: Clock = monotonic,
     ) -> None:
         self._broker = broker
@@ -58,10 +68,8 @@ class Tasks:
         self._live: dict[str, LiveTask] = {}
         self._restored: list[Request] = []
         self._polls = Polls(self._waited_enough)
-        # Keeps the result of a task for requests that are the same.
-        self.keep_result: Callable[[SameKey, Output], None] = lambda key, output: None
-        # Called when an outcome that is to be sent somewhere is safe.
-        self.webhook_is_due: Callable[[], None] = lambda: None
+        self._keep_result = keep_result
+        self._webhook_is_due = webhook_is_due
         # While true, accepted tasks go to the journal alone: the next process runs them.
         self.draining = False
 
@@ -169,7 +177,7 @@ class Tasks:
         else:
             result = TaskResult("SUCCESS", bytes(outcome.value), None, time.time())
             if request.result_key is not None and request.result is None:
-                self.keep_result(request.result_key, outcome)
+                self._keep_result(request.result_key, outcome)
         self._journal.finish(request.id, result, lambda _: self._finished(request), dead_letter)
 
     def look(self, caller: Caller, task_id: str, wait_s: float, forget: bool, answer: WhenPolled) -> Poll:
@@ -251,7 +259,7 @@ class Tasks:
         for poll in self._polls.take(request.id):
             self._read(poll)
         if request.callback_url:
-            self.webhook_is_due()
+            self._webhook_is_due()
 
     def _read(self, poll: Poll) -> None:
         def found(stored: StoredTask | CarpoolError | None) -> None:

@@ -11,6 +11,7 @@ from carpool.admission.shedding import LoadShedder, pressure
 from carpool.broker.coalescer import LOOKUPS, Coalescer
 from carpool.composition.credentials import configured_keys, make_credentials, watch_token_keys
 from carpool.composition.runtime import Runtime
+from carpool.core.defaults import one
 from carpool.core.histograms import Histogram
 from carpool.core.ports import Availability, FarResults, QueueStats, RateLimit, RateLimits, RequestQueue, TaskBoard
 from carpool.core.request import Request
@@ -51,11 +52,6 @@ class ExpiringQueue(RequestQueue, Protocol):
         ...
 
 
-def alone() -> int:
-    """How many gateways share the limits of owners where there is one."""
-    return 1
-
-
 class Admission:
     """Credentials, limits, load shedding, the cache, coalescing, and the queue's way in."""
 
@@ -70,7 +66,7 @@ class Admission:
         *,
         # Where several gateways share the limits of owners: these, and how many gateways there are.
         rates: RateLimits | None = None,
-        sharers: Callable[[], int] = alone,
+        sharers: Callable[[], int] = one,
         # Where results are kept that all gateways share.
         far: FarResults | None = None,
     ) -> None:
@@ -133,8 +129,8 @@ class Admission:
             self.coalescer.expire(now)
 
     def find_recent(self, request_id: str) -> Request | None:
-        """A live or recent request of this gateway, or a slow one that somebody was shown."""
-        return self.intake.find_recent(request_id) or self._runtime.find_slow(request_id)
+        """A live or recent request of this gateway."""
+        return self.intake.find_recent(request_id)
 
     def pressure(self, model: str) -> float:
         """How much comes in, as a share of what should."""

@@ -9,12 +9,13 @@ There it takes no tasks, unless it is given what keeps them.
 """
 
 from collections.abc import Awaitable, Callable
+from functools import partial
 
 from carpool.broker.polls import WhenPolled, no_such_task
 from carpool.composition.admission import Admission, DrainedTasks
 from carpool.composition.runtime import Runtime
 from carpool.composition.serving import Serving, make_broker
-from carpool.composition.shedding import SHEDDER_TICK_S, Ticks, learn_own, let_see, make_shedders, stats_of_tiers
+from carpool.composition.shedding import SHEDDER_TICK_S, Ticks, learn_own, make_shedders, sample, stats_of_tiers
 from carpool.core.errors import CarpoolError, QueueFull
 from carpool.core.ports import Caller, DeadLetters
 from carpool.core.request import Request
@@ -60,11 +61,10 @@ class Engine:
     ) -> None:
         self.runtime = runtime
         self.broker = make_broker(runtime)
-        self.serving = Serving(runtime, self.broker, dead_letters, runtime.models.values())
-        services = self.serving.services
         shedders = make_shedders(runtime.settings, runtime.models, self.broker.queue_stats)
-        for service in services if shedders else ():
-            let_see(shedders[service.name], [service])
+        sampled = partial(sample, shedders) if shedders else None
+        self.serving = Serving(runtime, self.broker, dead_letters, runtime.models.values(), sampled=sampled)
+        services = self.serving.services
         availability = {service.name: service.pool for service in services}
         self.admission = Admission(runtime, self.broker, make_tasks(self.serving), availability, services, shedders)
         self._shedder_ticks = Ticks(shedders, runtime.clock)

@@ -77,10 +77,7 @@ class Watch:
         self._merger: Merger | None = None
         self._last = b""
         self._every = Every(SECOND_S, self._second)
-        self.viewers = Viewers()
-        self.viewers.changed = self._look
-        self.viewers.first = self._first
-        runtime.find_slow = self.find_slow
+        self.viewers = Viewers(self._look, self._first)
         runtime.opened.callback(self._stop)
 
     @property

@@ -1,5 +1,6 @@
 """Admission over Redis: requests wait there, for batchers of the whole fleet."""
 
+from collections.abc import Callable
 from functools import partial
 from math import inf
 
@@ -117,10 +118,12 @@ class FleetAvailability:
 class RedisAdmission(Admission):
     """Admission into a queue that is in Redis. What `own` has of endpoints serves requests while Redis is gone."""
 
-    def __init__(self, redis_context: RedisContext, own: Serving) -> None:
+    def __init__(self, redis_context: RedisContext, own: Serving, find_slow: Callable[[str], Request | None]) -> None:
         runtime, broker = redis_context.runtime, redis_context.runtime.settings.broker
         self.redis_context = redis_context
         self._own = own
+        # Finds a slow request that somebody was shown, by its id.
+        self._find_slow = find_slow
         self.queue = RedisQueue(
             redis_context.steps,
             redis_context.name,
@@ -134,6 +137,7 @@ class RedisAdmission(Admission):
             task_finished=redis_context.tasks.finished,
             looked_for=self._looked_for,
             mode_changed=lambda mode: self._look_at_fleet(),
+            sampled=None if runtime.settings.shedding.mode == "off" else self._sampled,
             seconds=runtime.seconds,
             events=runtime.events,
             clock=runtime.clock,
@@ -159,10 +163,6 @@ class RedisAdmission(Admission):
             sharers=redis_context.gateways_last_seen,
             far=redis_context.make_results(),
         )
-        if shedders:
-            self.queue.pending.sampled = self._sampled
-            for service in own.services:
-                service.loop.sampled = self._sampled_here
         redis_context.counted = self.queue.pending
         redis_context.when_nodes_change.append(self.queue.nodes_changed)
         redis_context.when_fleet_changes.append(self._look_at_fleet)
@@ -299,13 +299,13 @@ class RedisAdmission(Admission):
         """Since when the first call runs: since its first request came, or so."""
         return at_once, self.queue.pending.oldest(model)
 
-    def _sampled_here(self, request: Request) -> None:
+    def sampled_here(self, request: Request) -> None:
         """One that goes to an endpoint of this process; what came by Redis is seen with its outcome."""
-        if not self.is_connected():
+        if self.shedders and not self.is_connected():
             self._sampled(request)
 
     def _sampled(self, request: Request) -> None:
-        sample(self.shedders[request.model], request)
+        sample(self.shedders, request)
 
     def _measure(self) -> None:
         arrivals = sum(self.queue.pending.arrivals.values())
@@ -314,7 +314,8 @@ class RedisAdmission(Admission):
 
     def _find_own(self, request_id: str) -> Request | None:
         """A live or recent request of this process; None for a task that Redis has."""
-        request = self.find_recent(request_id) or self._own.find_waiting(request_id)
+        recent = self.find_recent(request_id) or self._find_slow(request_id)
+        request = recent or self._own.find_waiting(request_id)
         return None if request is not None and request.is_task and request.phase == QUEUED else request
 
     def _tell_own(self, request: Request, answer: FoundRequest) -> None:

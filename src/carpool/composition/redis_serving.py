@@ -12,7 +12,9 @@ from carpool.broker.redis.batcher.replies import ReplyWriter
 from carpool.broker.redis.fleet.view import Heartbeat, ModelHeartbeat, endpoint_heartbeat
 from carpool.composition.redis_context import RedisContext, late_ms
 from carpool.composition.serving import Serving, make_broker
+from carpool.core.defaults import do_nothing
 from carpool.core.errors import Draining
+from carpool.core.request import Request
 from carpool.core.snapshot import RedisBatcherNumbers
 from carpool.service import ModelService
 from carpool.settings import total_timeout_s
@@ -22,17 +24,49 @@ logger = logging.getLogger("carpool")
 RELEASE_TIMEOUT_S = 2.0
 
 
+class FetchedFromRedis:
+    """The requests of one model that wait in Redis. The consumer fetches them."""
+
+    def __init__(self, serving: "RedisServing", model: str) -> None:
+        self._serving = serving
+        self._model = model
+
+    def unread(self) -> int:
+        """Requests that wait there, as far as is known."""
+        return self._serving.consumer.unread(self._model)
+
+    def unread_s(self) -> float:
+        """How long ago that was known."""
+        return self._serving.consumer.unread_s()
+
+    def batch_is_due(self) -> None:
+        """Fetch what the next batch is made of."""
+        self._serving.consumer.notify()
+
+    def call_time_is_known(self) -> None:
+        """Tell the gateways what can be served now."""
+        self._serving.redis_context.registry.heartbeat()
+
+
 class RedisServing(Serving):
     """Serving what is taken from Redis."""
 
-    def __init__(self, redis_context: RedisContext) -> None:
+    def __init__(self, redis_context: RedisContext, sampled: Callable[[Request], None] | None = None) -> None:
         runtime, settings = redis_context.runtime, redis_context.runtime.settings
-        others = {name: BatchersElsewhere(partial(redis_context.is_served_elsewhere, name)) for name in runtime.models}
         super().__init__(
-            runtime, make_broker(runtime), redis_context.dead_letters, runtime.models.values(), others=others
+            runtime,
+            make_broker(runtime),
+            redis_context.dead_letters,
+            runtime.models.values(),
+            others={
+                name: BatchersElsewhere(partial(redis_context.is_served_elsewhere, name)) for name in runtime.models
+            },
+            fetched={name: FetchedFromRedis(self, name) for name in runtime.models},
+            sampled=sampled,
         )
         self.redis_context = redis_context
         redis_context.counted = self.broker
+        is_cached = any(model.is_cached for model in runtime.models.values())
         self.replies = ReplyWriter(
             redis_context.steps,
             redis_context.name,
@@ -43,9 +77,8 @@ class RedisServing(Serving):
             outcomes=self.broker.outcomes,
             waited=self.broker.waited,
             events=runtime.events,
+            keep_result=redis_context.make_results().keep if is_cached else do_nothing,
         )
-        if any(model.is_cached for model in runtime.models.values()):
-            self.replies.keep_result = redis_context.make_results().keep
         self.consumer: BatcherSide = Consumer(
             redis_context.steps,
             redis_context.name,
@@ -67,11 +100,6 @@ class RedisServing(Serving):
         for service in self.services:
             service.pool.when_slot_frees(self.consumer.notify)
             service.pool.when_health_changes(partial(self._health_changed, service))
-            service.loop.when_quarantined_left = self.consumer.notify
-            service.loop.when_known = redis_context.registry.heartbeat
-            service.waiting_elsewhere = partial(waiting_in_redis, self.consumer, service)
-            service.loop.waiting_elsewhere = partial(self.consumer.unread, service.name)
-            service.loop.company_comes = partial(company_comes, self.consumer, service)
         redis_context.when_nodes_change.append(self.consumer.notify)
 
     def take(self) -> None:
@@ -149,13 +177,3 @@ def model_heartbeat(service: ModelService) -> ModelHeartbeat:
         endpoints=tuple(map(endpoint_heartbeat, state.endpoints)),
         quarantined=tuple(service.quarantined_here()),
     )
-
-
-def waiting_in_redis(consumer: BatcherSide, service: ModelService) -> int:
-    """How many of a model wait in Redis: those that it told of, and those that have come since, at the usual rate."""
-    return round(consumer.unread(service.name) + service.rate * consumer.unread_s())
-
-
-def company_comes(consumer: BatcherSide, service: ModelService) -> bool:
-    """Whether requests that were cleared by a search should wait a moment for others, which the consumer fetches."""
-    return service.dispatcher.isolation.running > 0 and waiting_in_redis(consumer, service) > 0

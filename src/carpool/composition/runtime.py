@@ -11,7 +11,6 @@ from carpool.composition.tracing import start_tracing
 from carpool.core.clock import Clock, monotonic
 from carpool.core.events import Events
 from carpool.core.histograms import RequestSeconds
-from carpool.core.request import Request
 from carpool.core.snapshot import Numbers, Status
 from carpool.core.timeline import COMPANY_S_MAX
 from carpool.core.timers import Every
@@ -49,8 +48,6 @@ class Runtime:
         # Where their time went.
         self.seconds = RequestSeconds()
         self.tracing = start_tracing(settings, self.events, self.seconds, clock)
-        # Finds one of the slow requests that somebody was shown, by its id.
-        self.find_slow: Callable[[str], Request | None] = lambda request_id: None
         # Owners whose inputs keep being refused.
         self.quarantined = Quarantine()
         self._session: aiohttp.ClientSession | None = None

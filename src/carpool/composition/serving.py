@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from carpool.broker.memory import MemoryBroker
 from carpool.composition.runtime import Runtime
-from carpool.core.ports import DeadLetters, OtherBatchers
+from carpool.core.ports import DeadLetters, FetchedQueue, OtherBatchers
 from carpool.core.request import Request
 from carpool.core.snapshot import ModelNumbers, ModelState
 from carpool.core.timeline import Queue, RequestState, state_of
@@ -52,6 +52,10 @@ class Serving:
         sharers: Callable[[], int] | None = None,
         # By model: the batchers of other processes.
         others: Mapping[str, OtherBatchers] = MappingProxyType({}),
+        # By model: where its requests are fetched from, if they wait elsewhere.
+        fetched: Mapping[str, FetchedQueue] = MappingProxyType({}),
+        # Sees one request of each batch that leaves.
+        sampled: Callable[[Request], None] | None = None,
     ) -> None:
         self._runtime = runtime
         self.broker = broker
@@ -64,6 +68,8 @@ class Serving:
                 runtime.quarantined,
                 sharers,
                 others.get(model.name),
+                fetched.get(model.name),
+                sampled,
                 traces=runtime.tracer,
                 clock=runtime.clock,
                 random_share=runtime.random_share,

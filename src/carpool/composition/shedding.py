@@ -1,7 +1,6 @@
 """The load shedders of a process: made as it is configured, one for each model, and told what can be served."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from itertools import accumulate
 
 from carpool.admission.shedding import LoadShedder, Thresholds, TierRule
@@ -67,16 +66,10 @@ class Ticks:
             shedder.tick(seconds, now)
 
 
-def let_see(shedder: LoadShedder, services: Iterable[ModelService]) -> None:
-    """Let a shedder see how long requests waited that get a slot of this process."""
-    for service in services:
-        service.loop.sampled = partial(sample, shedder)
-
-
-def sample(shedder: LoadShedder, request: Request) -> None:
+def sample(shedders: Mapping[str, LoadShedder], request: Request) -> None:
     """One that has got its slot. Nobody waits on the line for a task, and what came in late may wait long."""
     if not (request.is_task or request.is_late):
-        shedder.waited(request.tier, request.taken - request.arrived, request.arrived)
+        shedders[request.model].waited(request.tier, request.taken - request.arrived, request.arrived)
 
 
 def learn_own(shedder: LoadShedder, service: ModelService, stats_by_tier: Sequence[QueueStats]) -> None:

@@ -245,6 +245,26 @@ class Slots(Protocol):
         ...
 
 
+class FetchedQueue(Protocol):
+    """Where a batcher fetches the requests of one model from, which wait elsewhere."""
+
+    def unread(self) -> int:
+        """Requests that wait there, as far as is known."""
+        ...
+
+    def unread_s(self) -> float:
+        """How long ago that was known."""
+        ...
+
+    def batch_is_due(self) -> None:
+        """The next batch is due: what it is made of may have to be fetched."""
+        ...
+
+    def call_time_is_known(self) -> None:
+        """The first batch has ended: now it is known how long one takes."""
+        ...
+
+
 class Dispatcher(Protocol):
     """Sends one batch in a free slot and settles every member. Never raises."""
 

@@ -20,6 +20,7 @@ from msgspec.structs import replace
 from yarl import URL
 
 from carpool.core.clock import monotonic
+from carpool.core.defaults import do_nothing
 from carpool.core.errors import Malformed
 from carpool.core.finding import Finding
 from carpool.core.request import Nobody, Request
@@ -70,7 +71,7 @@ Say = Callable[[str], None]
 class ApiDoctor:
     """One examination of the endpoints of one model."""
 
-    def __init__(self, settings: Settings, model: Model, given: bytes = b"", say: Say = lambda text: None) -> None:
+    def __init__(self, settings: Settings, model: Model, given: bytes = b"", say: Say = do_nothing) -> None:
         self._where = Where(settings, model.name, model.upstream)
         # With the names of the fields that are known to work, once they are.
         self._model = model

@@ -23,7 +23,7 @@ import msgspec
 
 from carpool.core.clock import monotonic
 from carpool.face.http.connection import Connection
-from carpool.face.http.exchange import Exchange
+from carpool.face.http.exchange import Exchange, ExchangeWorker
 from carpool.face.http.server import HttpServer
 from carpool.face.http.state import HttpLimits
 from carpool.tools.sim_tensors import TensorAnswer, read_tensors
@@ -58,7 +58,7 @@ class CannotListenError(Exception):
     """An address cannot be listened on; the text names it."""
 
 
-class GpuServer:
+class GpuServer(ExchangeWorker):
     """One simulated GPU on one port."""
 
     def __init__(self, gpu: SimulatedGpu, fleet: "GpuFleet") -> None:
@@ -86,7 +86,7 @@ class GpuServer:
 
     def _infer(self, exchange: Exchange, tensor_model: str | None) -> None:
         def done(answer: UpstreamResponse | None) -> None:
-            exchange.when_client_leaves = None
+            exchange.worker = None
             if answer is None:
                 _reset(exchange)
             elif isinstance(answer, TensorAnswer) and answer.header_length is not None:
@@ -99,7 +99,11 @@ class GpuServer:
         call = self.gpu.submit(exchange.body, done, read)
         if not call.ended:
             exchange.body = b""  # not needed any more, and a queue of them is heavy
-            exchange.when_client_leaves = lambda _: self.gpu.leave(call)
+            exchange.context, exchange.worker = call, self
+
+    def client_left(self, exchange: Exchange) -> None:
+        """Free the place of its call."""
+        self.gpu.leave(exchange.context)
 
     def _stats_json(self) -> bytes:
         stats: dict[str, Any] = msgspec.structs.asdict(self.gpu.stats())

@@ -125,6 +125,10 @@ class Attempts:
         budget: RetryBudget,
         when_limit_is_learned: Callable[[EndpointState], None],
         when_answered: Callable[[list[Request]], None],
+        # Counts a failure on inputs of these owners.
+        blame: Callable[[Iterable[EndpointState], Collection[str]], None],
+        # Hears of an endpoint that failed what another one answered.
+        found_sick: Callable[[EndpointState], None],
         merge: Callable[[list[Request]], Merged] | None = None,
         others: OtherBatchers | None = None,
         events: Events | None = None,
@@ -152,10 +156,8 @@ class Attempts:
         self._clock = clock
         self._random_share = random_share
         self._call_ids = CallIds(token_hex(4))
-        # Counts a failure on inputs of these owners.
-        self.blame: Callable[[Iterable[EndpointState], Collection[str]], None] = self._blame_only
-        # Told of an endpoint that failed what another one answered.
-        self.found_sick: Callable[[EndpointState], None] = pool.record_recovery
+        self._blame = blame
+        self._found_sick = found_sick
         # How long calls take, lately.
         self.service_s = SERVICE_S_PRIOR
         # When the calls under way began, the oldest first.
@@ -166,10 +168,6 @@ class Attempts:
         # For metrics: seconds of the calls that were answered, calls by result.
         self.call_seconds = Histogram(SECONDS_BOUNDS)
         self.calls: dict[str, int] = {"ok": 0, "failed": 0, "refused": 0, "protocol-fault": 0}
-
-    def _blame_only(self, members: Iterable[EndpointState], owners: Collection[str]) -> None:
-        for member in members:
-            self._pool.record_failure(member, owners)
 
     def next_end_s(self) -> float:
         """In how many seconds the next of the calls under way, or one that begins now, should end."""
@@ -226,9 +224,9 @@ class Attempts:
         for failed, failure in failures:
             if isinstance(result, EndpointState) and failed is not result and failure.tells:
                 if failure.refusal.kind == "bisect":
-                    self.blame([failed], ())
+                    self._blame([failed], ())
                 else:
-                    self.found_sick(failed)
+                    self._found_sick(failed)
             elif isinstance(result, Failure) and failure.refusal.kind == "bisect":
                 # The search begins where it would have begun, but for what is known now.
                 return failure._replace(refused_too=result.member if result.refusal.kind == "bisect" else None)
@@ -318,7 +316,7 @@ class Attempts:
         went = [request for request in members if self.goes_back(request)]
         if went and is_refusal:
             # Nothing says whether the inputs are at fault or the endpoint: it is suspected, by these owners' inputs.
-            self.blame([failed], {request.owner for request in went})
+            self._blame([failed], {request.owner for request in went})
         if self.live(members):
             return not is_refusal, 0.0
         return False, min(HELD_S_MAX, max(0.0, failure.started + self.service_s - self._clock())) if went else 0.0
@@ -517,7 +515,7 @@ class Attempts:
         if now - member.well_at < min(self.timeout_s, max(ANSWERS_S, CUT_SHORT * self.service_s)):
             self._pool.says_nothing(member)
         else:
-            self.blame([member], {request.owner for request in members})
+            self._blame([member], {request.owner for request in members})
         return False
 
     def _refused(
@@ -551,7 +549,7 @@ class Attempts:
             elif refusal.kind == "give-up" or not self._pool.has_others(member):
                 # It answers: what it says may have to do with these inputs. (Where others can answer in its place, a
                 # word that blames no input is its own fault.)
-                self.blame([member], {request.owner for request in members})
+                self._blame([member], {request.owner for request in members})
             else:
                 self._pool.record_failure(member)
             error = UpstreamFailed(says) if refusal.kind == "elsewhere" else UpstreamRefused(says)

@@ -6,10 +6,11 @@ Attempts at an endpoint are made by attempts.py; what was refused is looked into
 import asyncio
 import logging
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 
 from carpool.core.clock import Clock, monotonic
 from carpool.core.dead_letter import is_dead_letter
+from carpool.core.defaults import do_nothing
 from carpool.core.errors import CarpoolError, DeadlineExceeded, Draining, InputRefused, InternalError
 from carpool.core.events import Events
 from carpool.core.histograms import Histogram
@@ -51,9 +52,9 @@ class UpstreamDispatcher:
         dead_letters: DeadLetters | None = None,
         quarantined: Quarantine | None = None,
         max_batch: int = 64,
-        others_waiting: Callable[[], int] = lambda: 0,
-        all_waiting: Callable[[], int] | None = None,
-        when_limit_is_learned: Callable[[EndpointState], None] = lambda member: None,
+        others_waiting: Callable[[], int],
+        all_waiting: Callable[[], int],
+        when_limit_is_learned: Callable[[EndpointState], None] = do_nothing,
         merge: Callable[[list[Request]], Merged] | None = None,
         others: OtherBatchers | None = None,
         events: Events | None = None,
@@ -84,6 +85,8 @@ class UpstreamDispatcher:
             budget=self._budget,
             when_limit_is_learned=self._limit_is_learned,
             when_answered=self._answered,
+            blame=self._blame,
+            found_sick=self._found_sick,
             merge=merge,
             others=others,
             events=events,
@@ -103,7 +106,7 @@ class UpstreamDispatcher:
             max_batch=max_batch,
             when_limit_is_learned=self._limit_is_learned,
             others_waiting=others_waiting,
-            all_waiting=all_waiting or others_waiting,
+            all_waiting=all_waiting,
             clock=clock,
         )
         # The event loop holds its tasks only weakly.
@@ -143,7 +146,7 @@ class UpstreamDispatcher:
         is_quarantined = batch[0].is_quarantined
         member = self._pool.take(is_quarantined)
         # What quarantined owners use while others wait is paid from the share of searches.
-        if is_quarantined and self._pool.others_wait():
+        if is_quarantined and self.isolation.others_wait():
             deliver = self._deliver_quarantined(batch, member, ended, self.attempts.service_s)
             self._pool.isolation.pay(self.attempts.service_s)
             self.isolation.apart_sent()
@@ -233,6 +236,12 @@ class UpstreamDispatcher:
     def _limit_is_learned(self, member: EndpointState) -> None:
         self._pool.has_batch_limits = True
         self._when_limit_is_learned(member)
+
+    def _blame(self, members: Iterable[EndpointState], owners: Collection[str]) -> None:
+        self.isolation.blame(members, owners)
+
+    def _found_sick(self, member: EndpointState) -> None:
+        self.isolation.found_sick(member)
 
     def _answered(self, members: list[Request]) -> None:
         """Learn from a call that was answered; costs nothing while nothing was ever refused."""

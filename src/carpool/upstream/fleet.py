@@ -10,7 +10,7 @@ from carpool.core.clock import Clock, monotonic
 from carpool.core.snapshot import EndpointHealth
 from carpool.upstream.endpoint import Endpoint
 from carpool.upstream.health import HealthWatch, endpoint_state, healthy_slots
-from carpool.upstream.pool import Pool
+from carpool.upstream.pool import AskHealth, EndpointState, Pool
 
 
 class Address(NamedTuple):
@@ -31,13 +31,13 @@ class Fleet:
         self,
         addresses: Sequence[Address],
         make_endpoint: MakeEndpoint,
-        make_pool: Callable[[Sequence[Endpoint]], Pool],
+        make_pool: Callable[[Sequence[Endpoint], AskHealth], Pool],
         make_watch: Callable[[Pool], HealthWatch],
         clock: Clock = monotonic,
     ) -> None:
         self._endpoints = {address: make_endpoint(address) for address in addresses}
         self._clock = clock
-        self.pool = make_pool(list(self._endpoints.values()))
+        self.pool = make_pool(list(self._endpoints.values()), self._ask_health)
         self._watch = make_watch(self.pool)
         self._closing: set[asyncio.Task[None]] = set()
 
@@ -97,6 +97,9 @@ class Fleet:
         """What the fleet's page shows of every endpoint."""
         now, wall = self._clock(), time.time()
         return [endpoint_state(member, now, wall) for member in self.pool.members]
+
+    def _ask_health(self, member: EndpointState, tell: Callable[[bool], None]) -> None:
+        self._watch.ask(member, tell)
 
     def _close(self, endpoint: Endpoint) -> None:
         task = asyncio.get_running_loop().create_task(endpoint.close())

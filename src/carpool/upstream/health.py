@@ -91,8 +91,6 @@ class HealthWatch:
             loop.create_task(repeat(partial(self._pause_s, self._interval_s), self.probe_quiet_ones)),
             loop.create_task(repeat(partial(self._pause_s, LOAD_INTERVAL_S), self.adjust_limits)),
         ]
-        if self._health_path is not None:
-            self._pool.ask_health = self._ask
 
     async def close(self) -> None:
         """Stop."""
@@ -131,7 +129,7 @@ class HealthWatch:
 
         await asyncio.gather(*(one(member) for member in members))
 
-    def _ask(self, member: EndpointState, tell: Callable[[bool], None]) -> None:
+    def ask(self, member: EndpointState, tell: Callable[[bool], None]) -> None:
         """For the pool: how an endpoint is, by its health page. A page that was never well says nothing."""
 
         async def ask() -> None:

@@ -129,10 +129,7 @@ class Isolation:
         self._quarantined_at = 0.0
         # When others last waited while quarantined owners asked for a slot.
         self._others_at = 0.0
-        pool.search_for = self._step_before_others
-        pool.quarantined_may_go = self._quarantined_may_go
-        pool.quarantined_is_due = self._quarantined_is_due
-        attempts.blame, attempts.found_sick = self._blame, self._found_sick
+        pool.attach(self)
         # For metrics.
         self.poisoned = 0
         self.unresolved = 0
@@ -145,6 +142,10 @@ class Isolation:
     def running(self) -> int:
         """Searches under way."""
         return len(self._cases)
+
+    def others_wait(self) -> bool:
+        """Whether anybody waits for a slot who is in no search."""
+        return self._others_waiting() > 0
 
     def batch_ended(self, batch: list[Request], refused: Failure | None) -> None:
         """A batch of owners who are not quarantined was answered, or refused."""
@@ -267,7 +268,7 @@ class Isolation:
         self._take_back_offences(case)
         if case.failure is not None and not self._pool.is_none_closed:
             # Nothing says whether the inputs are at fault or the endpoint: it is suspected, by these owners' inputs.
-            self._blame([case.failure.member], went)
+            self.blame([case.failure.member], went)
 
     def _start_steps(self) -> None:
         """Use slots that are free now."""
@@ -278,14 +279,14 @@ class Isolation:
                 return
             self._start(case, member)
 
-    def _step_before_others(self, member: EndpointState) -> Callable[[], None] | None:
+    def step_before_others(self, member: EndpointState) -> Callable[[], None] | None:
         """A slot has become free: the step that takes it before anybody else may, if there is one."""
         chosen = self._choose(member) if self._cases else None
         return (lambda: self._start(chosen[0], member)) if chosen else None
 
     def _choose(self, member: EndpointState | None) -> tuple[BisectionRun, EndpointPreference] | None:
         """The case that may send something now, to this endpoint if one is named: that with the most unresolved."""
-        others_wait = self._pool.others_wait()
+        others_wait = self.others_wait()
         if others_wait and not self._few_wait() and self._is_enough(member):
             return None
         allows = not others_wait or self._pool.isolation_allows()
@@ -346,9 +347,10 @@ class Isolation:
             return 0.0
         return min(MISSED_MAX, self._attempts.next_end_s() * self._pool.total() / max(self._attempts.service_s, 1e-6))
 
-    def _quarantined_may_go(self) -> bool:
+    def quarantined_may_go(self) -> bool:
+        """Whether a batch of quarantined owners may take a slot."""
         pool = self._pool
-        if not pool.others_wait():
+        if not self.others_wait():
             # The last free slot is for those who come next, if that is known to happen.
             return pool.free() > 1 or pool.total() == 1 or self._clock() - self._others_at > OTHERS_GONE_S
         self._others_at = self._clock()
@@ -364,9 +366,9 @@ class Isolation:
 
     def _apart_goes_before(self) -> bool:
         few_wait = self._others_worth() < OTHERS_SHARE_QUARANTINED * self._max_batch
-        return few_wait or self._quarantined_is_due()
+        return few_wait or self.quarantined_is_due()
 
-    def _quarantined_is_due(self) -> bool:
+    def quarantined_is_due(self) -> bool:
         """By age they would never go where others wait as long as they may, and are shed then."""
         return self._clock() - self._quarantined_at > STARVED_QUARANTINED_S
 
@@ -410,7 +412,7 @@ class Isolation:
         is_quarantined = case.batch[0].is_quarantined
         is_last = not self._pool.free()
         is_free = not is_quarantined and self._few_wait() and (self._others_went or not is_last)
-        is_paid = self._pool.others_wait() and not is_free
+        is_paid = self.others_wait() and not is_free
         if is_paid:
             self._pool.isolation.pay(self._attempts.service_s)
             if is_quarantined:
@@ -460,7 +462,7 @@ class Isolation:
             if case.known:
                 self._known_poison.forget(case.known[index])
             # An endpoint that refused alone what another one answers is at fault.
-            self._blame(case.refused_alone_by.pop(index, ()))
+            self.blame(case.refused_alone_by.pop(index, ()))
 
     def _failed(self, case: BisectionRun, group: Slice, result: Failure) -> None:
         members = case.batch[group.first : group.end]
@@ -599,7 +601,7 @@ class Isolation:
         self._attempts.has_cleared = True
         self._broker.put_back(requests)
 
-    def _found_sick(self, member: EndpointState) -> None:
+    def found_sick(self, member: EndpointState) -> None:
         """What an endpoint failed was answered elsewhere: that explains its refusals, too."""
         if not self._pool.has_well(member):
             return
@@ -614,14 +616,14 @@ class Isolation:
         quarantined, model = self._quarantined, self._model
         return bool(quarantined) and any((model, request.owner) in quarantined for request in requests)
 
-    def _blame(self, sick: Iterable[EndpointState | None], owners: Collection[str] = ()) -> None:
+    def blame(self, sick: Iterable[EndpointState | None], owners: Collection[str] = ()) -> None:
         """Count one failure for each endpoint, however many of its refusals were wrong."""
         for member in sick:
             if member is not None:
                 self._pool.record_failure(member, owners)
                 self._make_way(member)
                 if not owners:
-                    self._found_sick(member)
+                    self.found_sick(member)
 
     def _make_way(self, member: EndpointState) -> None:
         """What waits of an owner to whom an endpoint is closed must not stand in the way of the others."""
@@ -641,7 +643,7 @@ class Isolation:
             known = case.refused_alone_by if case.search.any_answered else case.refused_by
             sick = {member for index in left for member in known.get(index, ())}
             owners = {request.owner for request in left.values()}
-            self._blame(sick, owners)
+            self.blame(sick, owners)
             is_failure = failure is not None and not (failure.is_certain or failure.needs_proof)
             if is_failure and len(owners) == 1 and not self._is_alive(case):
                 # Nothing at all was answered: each of these calls was a failure.
@@ -680,7 +682,7 @@ class Isolation:
             likes = [member] if limit.has_answered(2, now) else self._pool.members
             takes_more = any(other.batch_limit.has_answered(size, now) for other in likes)
             if member.well_at <= case.started or takes_more:
-                self._blame({member})
+                self.blame({member})
             elif limit.split(size, parts_max, now):
                 self._when_limit_is_learned(member)
         if good:

@@ -26,7 +26,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from math import inf
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from carpool.core.clock import Clock, monotonic
 from carpool.core.request import Request
@@ -148,6 +148,42 @@ class EndpointPreference(NamedTuple):
     known_well: bool
 
 
+# Asks an endpoint's health page, and is called back with whether it is well.
+AskHealth = Callable[[EndpointState, Callable[[bool], None]], None]
+
+
+class Searches(Protocol):
+    """What a pool asks those who search for bad inputs (isolation.py)."""
+
+    def step_before_others(self, member: EndpointState) -> Callable[[], None] | None:
+        """What starts a step of a search in a slot of this endpoint, if one goes before everybody else."""
+        ...
+
+    def quarantined_may_go(self) -> bool:
+        """Whether a batch of quarantined owners may take a slot."""
+        ...
+
+    def quarantined_is_due(self) -> bool:
+        """Whether quarantined owners have waited so long that a batch of them goes before others."""
+        ...
+
+
+class NoSearches:
+    """For a pool that nobody searches with."""
+
+    def step_before_others(self, member: EndpointState) -> Callable[[], None] | None:
+        """There is none."""
+        return None
+
+    def quarantined_may_go(self) -> bool:
+        """Like everybody."""
+        return True
+
+    def quarantined_is_due(self) -> bool:
+        """Like everybody."""
+        return False
+
+
 class Pool:
     """Slots of several endpoints; the one that has been free longest goes first."""
 
@@ -161,6 +197,8 @@ class Pool:
         make_load: Callable[[int], LoadLimit] = LoadLimit,
         bisect_slot_share: float = 0.2,
         random_share: Callable[[], float] = random.random,
+        # Rule 7; None where there is no such page.
+        ask_health: AskHealth | None = None,
     ) -> None:
         self._clock = clock
         self._make_breaker = make_breaker
@@ -204,18 +242,17 @@ class Pool:
         self.is_shut_to_some = False
         # True while a limit of some endpoint is known; see `batch_max`.
         self.has_batch_limits = False
-        # Rule 7: asks an endpoint's health page; None where there is none.
-        self.ask_health: Callable[[EndpointState, Callable[[bool], None]], None] | None = None
-        # Rule 8: the account, whether anybody else waits for a slot, and a search that takes this slot before them.
+        self._ask_health = ask_health
+        # Rule 8: the account, and who may take a slot before others.
         self.isolation = SlotShare(bisect_slot_share)
-        self.others_wait: Callable[[], bool] = lambda: True
-        # Whether a batch of quarantined owners may take a slot.
-        self.quarantined_may_go: Callable[[], bool] = lambda: True
-        self.quarantined_is_due: Callable[[], bool] = lambda: False
-        self.search_for: Callable[[EndpointState], Callable[[], None] | None] = lambda member: None
+        self._searches: Searches = NoSearches()
 
     def __repr__(self) -> str:
         return f"<Pool slots={self.total()} free={self.free()} retries={len(self._retries)} down={self.is_down}>"
+
+    def attach(self, searches: Searches) -> None:
+        """Ask these from now on. They are made after the pool, in which they look for slots."""
+        self._searches = searches
 
     @property
     def endpoints(self) -> list[Endpoint]:
@@ -234,14 +271,14 @@ class Pool:
 
     def free_for_quarantined(self) -> int:
         """Slots that could take a batch of quarantined owners now."""
-        if not self._free or not self.quarantined_may_go():
+        if not self._free or not self._searches.quarantined_may_go():
             return 0
         shut = (member for member in self.members if member.breaker.state != "closed")
         return len(self._free) - sum(member.offered for member in shut if self._is_for_others(member))
 
     def is_quarantined_due(self) -> bool:
         """Whether quarantined owners have waited so long that a batch of them goes before others."""
-        return self.quarantined_is_due()
+        return self._searches.quarantined_is_due()
 
     def isolation_allows(self) -> bool:
         """Whether a search, or a batch of quarantined owners, may take a slot that others want."""
@@ -623,7 +660,7 @@ class Pool:
         return False
 
     def _hand_to_search(self, member: EndpointState) -> bool:
-        start = self.search_for(member) if member.breaker.state == "closed" else None
+        start = self._searches.step_before_others(member) if member.breaker.state == "closed" else None
         if start is None:
             return False
         self._start(member)
@@ -647,8 +684,8 @@ class Pool:
         breaker = member.breaker
         if breaker.state == "open" and not self._may_probe(breaker):
             self._wait_for_probe(member)  # the event loop's clock ran ahead
-        elif breaker.state == "open" and not member.offered and self.ask_health is not None:
-            self.ask_health(member, partial(self._health_told, member))
+        elif breaker.state == "open" and not member.offered and self._ask_health is not None:
+            self._ask_health(member, partial(self._health_told, member))
         else:
             self._offer_probe(member)
 

@@ -38,6 +38,7 @@ class GrpcCall:
         "_interruption",
         "_reader",
         "_slow",
+        "_when_unread",
         "came_in",
         "context",
         "headers",
@@ -45,7 +46,6 @@ class GrpcCall:
         "path",
         "peer",
         "peer_name",
-        "when_unread",
     )
 
     def __init__(self, context: Any, path: str, peer_name: str, peer: Peer, slow: SlowCalls) -> None:
@@ -58,8 +58,8 @@ class GrpcCall:
         self.came_in = False
         # The id of its request; "" while nobody asked for it.
         self.own_id = ""
-        # What is done if its answers are not read, and others share its connection.
-        self.when_unread: Callable[[], None] | None = None
+        # What is done if the message that is being written is not read, and others share its connection.
+        self._when_unread: Callable[[], None] | None = None
         self._slow = slow
         # Who waits for a message, and why it is not to wait any longer.
         self._reader: asyncio.Task[Any] | None = None
@@ -91,9 +91,9 @@ class GrpcCall:
             self._reader = None
         return message if isinstance(message, bytes) else None
 
-    async def write(self, message: bytes) -> None:
+    async def write(self, message: bytes, when_unread: Callable[[], None] | None = None) -> None:
         """One message of a stream, once there is room for it; a client that does not read it in time is cut off."""
-        slow = self._slow
+        slow, self._when_unread = self._slow, when_unread
         slow.writing[self] = self.peer_name, slow.time_to_read(len(message))
         try:
             await self.context.write(message)
@@ -106,8 +106,8 @@ class GrpcCall:
 
     def give_up_writing(self) -> None:
         """What was written is not read; it is told so if it ever is."""
-        if self.when_unread is not None:
-            self.when_unread()
+        if self._when_unread is not None:
+            self._when_unread()
 
     def interrupt(self, why: CarpoolError) -> None:
         """Whoever waits for a message gets this error in its place. One that comes at this moment is lost."""

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from carpool.core.clock import Clock, monotonic
+from carpool.core.defaults import do_nothing, no
 from carpool.core.errors import GRPC_STATUS, CarpoolError, QueueFull, without_frames
 from carpool.core.ports import Peer
 from carpool.face.grpc.call import GrpcCall, Method, Problems, Service, address_of, metadata_of
@@ -68,9 +69,9 @@ class GrpcServer:
         problems: Problems,
         clock: Clock = monotonic,
         *,
-        when_draining: Callable[[], None] = lambda: None,
+        when_draining: Callable[[], None] = do_nothing,
         # Whether the peer with this address is a proxy, over whose connections many clients come.
-        is_proxy: Callable[[str], bool] = lambda address: False,
+        is_proxy: Callable[[str], bool] = no,
     ) -> None:
         self.services = services
         self._when_draining = when_draining

@@ -18,6 +18,7 @@ from collections.abc import Set as AbstractSet
 from typing import Any, Protocol
 
 from carpool.core.clock import STOOD_STILL_S, Clock
+from carpool.core.defaults import no
 from carpool.core.timers import Every
 from carpool.face.http.connection import UNREAD_BYTES_MIN
 
@@ -49,7 +50,7 @@ class SlowCalls:
         unread_bytes_max: int,
         clock: Clock,
         # Whether others come over the connection of the peer with this name.
-        is_shared: Callable[[str], bool] = lambda peer_name: False,
+        is_shared: Callable[[str], bool] = no,
     ) -> None:
         self._receive_timeout_s = receive_timeout_s
         self._write_timeout_s = write_timeout_s

@@ -104,7 +104,6 @@ class GrpcStream:
         # The writer waits for answers, the reader for room.
         self._wake: asyncio.Future[None] | None = None
         self._room: asyncio.Future[None] | None = None
-        call.when_unread = self._give_up
 
     def __repr__(self) -> str:
         return f"<GrpcStream asked={len(self._asked)} ready={len(self._ready)} {'ended' if self._is_ended else 'open'}>"
@@ -114,7 +113,7 @@ class GrpcStream:
         self._streams.start(self._read())
         while True:
             if self._ready:
-                await self._call.write(self._next_message())
+                await self._call.write(self._next_message(), self._give_up)
                 self._written = 0
                 notify(self._room)
             elif self._is_broken or (self._is_ended and not self._asked):

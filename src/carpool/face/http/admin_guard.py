@@ -40,9 +40,9 @@ class AdminGuard:
         hosts: Iterable[str] = (),
         is_loopback: bool = True,
         # Unix time, for cookies.
-        wall: Callable[[], float] = lambda: 0.0,
+        wall: Callable[[], float],
         # For the pace of guesses.
-        clock: Callable[[], float] = lambda: 0.0,
+        clock: Callable[[], float],
     ) -> None:
         # Empty where none is needed: the port is then bound to loopback.
         self._tokens = [token.encode() for token in tokens]

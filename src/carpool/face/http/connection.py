@@ -275,8 +275,8 @@ class Connection(asyncio.Protocol):
             if exchange.context is AWAITS_TURN:
                 self.state.receiving_bytes -= len(exchange.body)
                 exchange.body = b""
-            if is_unanswered and exchange.when_client_leaves is not None:
-                exchange.when_client_leaves(exchange)
+            if is_unanswered and exchange.worker is not None:
+                exchange.worker.client_left(exchange)
             exchange.let_go()
             if is_unanswered:
                 exchange.context = LEFT
@@ -726,8 +726,8 @@ class Connection(asyncio.Protocol):
                 transport.abort()
         if exchange.is_told_to_wait and not self.writing_paused:
             exchange.is_told_to_wait = False
-            if exchange.when_writable is not None:
-                exchange.when_writable(exchange)
+            if exchange.worker is not None:
+                exchange.worker.writable(exchange)
 
     def reads_too_little(self, transport: asyncio.Transport, size: int) -> bool:
         """Whether more than may be is left unread over all connections, a good part of it by this client (rule 3).

@@ -1,6 +1,5 @@
 """One request and its response on one connection: what the routes see of HTTP."""
 
-from collections.abc import Callable
 from typing import Any, Protocol
 
 import msgspec
@@ -45,6 +44,16 @@ LEFT = object()
 AWAITS_TURN = object()
 
 
+class ExchangeWorker:
+    """Whoever works for exchanges: a route, or what it made for one of them."""
+
+    def client_left(self, exchange: "Exchange") -> None:
+        """The client left before its answer was complete."""
+
+    def writable(self, exchange: "Exchange") -> None:
+        """A writer that was told to wait may go on."""
+
+
 class Sink(Protocol):
     """Where answers go: what exchanges, and so routes, see of their connection."""
 
@@ -68,7 +77,7 @@ class Sink(Protocol):
         ...
 
     def write(self, exchange: "Exchange", part: bytes) -> bool:
-        """Take a part of it; false if the writer is to wait for `when_writable`."""
+        """Take a part of it; false if the writer is to wait for `writable`."""
         ...
 
     def end(self, exchange: "Exchange") -> None:
@@ -121,14 +130,13 @@ class Exchange(msgspec.Struct, eq=False):
     limit_lines: bytes = b""
     # What is known of the response and has not left yet; it leaves when those before it on the connection have left.
     response: bytes | None = None
-    # What the route keeps for this exchange (for an inference: the Request), and whom to tell if the client leaves.
-    # These two and `when_writable` refer to whoever works for this exchange, and so back to it: see `let_go`.
+    # What the route keeps for this exchange (for an inference: the Request), and who works for it.
+    # Both may refer back to the exchange: see `let_go`.
     context: Any = None
-    when_client_leaves: Callable[["Exchange"], None] | None = None
+    worker: "ExchangeWorker | None" = None
     # While true, more of the response is to come. A writer that was told to wait is called when there is room again.
     is_unfinished: bool = False
     is_told_to_wait: bool = False
-    when_writable: Callable[["Exchange"], None] | None = None
     # How long it took to come, where it came in more than one read, and to be read.
     received_s: float = 0.0
     # A response in parts has no chunks (HTTP/1.0, or an upgrade): its end is the end of the connection.
@@ -147,7 +155,7 @@ class Exchange(msgspec.Struct, eq=False):
         An exchange that referred to them would be part of a reference cycle, and stay in memory with its body and its
         answer until the garbage collector runs, which is rare (app.py).
         """
-        self.context = self.when_client_leaves = self.when_writable = None
+        self.context = self.worker = None
         self.response = b""
 
     def respond(self, status: int, body: Body, content_type: bytes = JSON, headers: bytes = b"") -> None:
@@ -159,7 +167,7 @@ class Exchange(msgspec.Struct, eq=False):
         self.sink.begin(self, status, content_type, headers)
 
     def write(self, part: bytes) -> bool:
-        """One more part of the body. False: write the next one when `when_writable` is called, for much is unread."""
+        """One more part of the body. False: write the next one when `writable` is called, for much is unread."""
         return self.sink.write(self, part)
 
     def end(self) -> None:

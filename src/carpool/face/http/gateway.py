@@ -29,7 +29,7 @@ from carpool.core.request import DONE, Request
 from carpool.core.task import StoredTask
 from carpool.core.tensors import Data
 from carpool.core.trace import Trace
-from carpool.face.http.exchange import JSON, Exchange
+from carpool.face.http.exchange import JSON, Exchange, ExchangeWorker
 from carpool.face.http.ids import echo_line, request_id
 from carpool.face.http.known_heads import is_of_page
 from carpool.face.http.problem import respond_problem
@@ -128,7 +128,7 @@ class OctetReplies(ParkedReplies):
             self.failed(request.ticket, request)
 
 
-class GatewayRoutes:
+class GatewayRoutes(ExchangeWorker):
     """Serves clients."""
 
     def __init__(
@@ -275,7 +275,7 @@ class GatewayRoutes:
             answer=answer,
         )
         if exchange.response is None:
-            exchange.context, exchange.when_client_leaves = ticket, self._poller_left
+            exchange.context, exchange.worker = ticket, self
 
     def delete(self, exchange: Exchange, task_id: str) -> None:
         """`DELETE /v1/result/{task_id}`."""
@@ -314,7 +314,7 @@ class GatewayRoutes:
             if not exchange.is_plain:
                 exchange.headers = headers_for_answer(exchange.headers)
             exchange.context = request
-            exchange.when_client_leaves = self._client_left
+            exchange.worker = self
 
     def _submit(
         self,
@@ -348,13 +348,12 @@ class GatewayRoutes:
             accepted=accepted,
         )
 
-    def _client_left(self, exchange: Exchange) -> None:
-        request: Request | None = exchange.context
-        if request is not None:
-            self._intake.cancel(request)
-
-    def _poller_left(self, exchange: Exchange) -> None:
-        self._intake.leave(exchange.context)
+    def client_left(self, exchange: Exchange) -> None:
+        """The client of a request left, or that of a long poll."""
+        if isinstance(exchange.context, Request):
+            self._intake.cancel(exchange.context)
+        else:
+            self._intake.leave(exchange.context)
 
 
 def _go_on(exchange: Exchange, entry: LimitVerdict) -> None:

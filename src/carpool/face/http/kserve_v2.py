@@ -25,7 +25,7 @@ from carpool.core.errors import (
 from carpool.core.outcome import Output
 from carpool.core.ports import Caller, LimitVerdict, RequestTraces
 from carpool.core.timers import TURN_S
-from carpool.face.http.exchange import JSON, Exchange
+from carpool.face.http.exchange import JSON, Exchange, ExchangeWorker
 from carpool.face.http.faces import INFER, model_with_face
 from carpool.face.http.gateway import (
     check_encoding,
@@ -179,7 +179,7 @@ class KServeV2Routes:
                 exchange.headers = headers_for_answer(headers)
 
 
-class HttpReply:
+class HttpReply(ExchangeWorker):
     """Answers a call when its rows have their outcomes. An answer that is long is written over several turns.
 
     What all calls hold of outputs is bounded (lists.py).
@@ -197,7 +197,7 @@ class HttpReply:
         self._held = 0
         self._is_over = False
         self.group: RequestGroup | None = None
-        exchange.when_client_leaves = self._left
+        exchange.worker = self
 
     def came(self, number: int, output: Output) -> Row:
         """The output of one row."""
@@ -229,7 +229,8 @@ class HttpReply:
         self._end()
         respond_error(self._exchange, error, where)
 
-    def _left(self, _: Exchange) -> None:
+    def client_left(self, exchange: Exchange) -> None:
+        """Nobody waits for its rows any more."""
         self._end()
         if self.group is not None:
             self.group.leave()

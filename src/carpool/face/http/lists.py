@@ -23,7 +23,7 @@ from carpool.core.outcome import Outcome, Output
 from carpool.core.ports import NO_OPTIONS, Caller, LimitVerdict, RequestTraces
 from carpool.core.request import DONE, Request
 from carpool.core.timers import OncePerTurn, SharedTurns
-from carpool.face.http.exchange import JSON, Exchange
+from carpool.face.http.exchange import JSON, Exchange, ExchangeWorker
 from carpool.face.http.gateway import (
     check_encoding,
     check_media,
@@ -84,7 +84,7 @@ class Answers:
         self._left = TURN_BYTES
 
 
-class ListFace:
+class ListFace(ExchangeWorker):
     """Serves the calls of one path. What differs between faces is in the methods that raise NotImplementedError."""
 
     # What an input is called in errors, and the path in traces.
@@ -184,7 +184,7 @@ class ListFace:
             ask, singles = self.intake.ask, self._singles
             request = ask(caller, call.model, call.parameters, value, own_id, singles, ticket, "", options)
             if request.phase != DONE:
-                exchange.context, exchange.when_client_leaves = request, self._client_left
+                exchange.context, exchange.worker = request, self
                 exchange.headers = headers_for_answer(headers)
             return
         begin = None if self._begin_trace is None else partial(self._begin_trace, headers)
@@ -207,7 +207,8 @@ class ListFace:
             if work.group.came_in:  # else it may be refused yet, and its caller may want that to be traced
                 exchange.headers = headers_for_answer(headers)
 
-    def _client_left(self, exchange: Exchange) -> None:
+    def client_left(self, exchange: Exchange) -> None:
+        """The client of a single input left."""
         self.intake.cancel(exchange.context)
 
     def refuse(self, exchange: Exchange, error: CarpoolError, own_id: str, number: int | None = None) -> None:
@@ -251,7 +252,7 @@ class Singles:
             face.refuse(exchange, as_error(failure), request.id)
 
 
-class Work:
+class Work(ExchangeWorker):
     """One call that came in: its outputs become pieces, and these an answer."""
 
     def __init__(self, face: ListFace, exchange: Exchange, call: ListCall, own_id: str) -> None:
@@ -268,7 +269,7 @@ class Work:
         self._held = 0
         self._is_over = False
         self.group: RequestGroup | None = None
-        exchange.when_client_leaves = self._left
+        exchange.worker = self
 
     def came(self, number: int, output: Output) -> bytes | Output:
         """Make an output a piece, or keep it for a later turn."""
@@ -326,11 +327,10 @@ class Work:
             return
         self._parts[0] = before + self._parts[0]
         self._parts[-1] += after
-        exchange.when_writable = self._write_on
         exchange.begin(200, content_type, lines)
-        self._write_on(exchange)
+        self.writable(exchange)
 
-    def _write_on(self, exchange: Exchange) -> None:
+    def writable(self, exchange: Exchange) -> None:
         """Write as much as its client reads, or as a turn may have."""
         parts = self._parts
         try:
@@ -352,7 +352,7 @@ class Work:
                     return
                 if not has_room:
                     return
-            asyncio.get_running_loop().call_soon(self._write_on, exchange)
+            asyncio.get_running_loop().call_soon(self.writable, exchange)
         except Exception:
             logger.exception("an answer could not be written to its end")
             self._end()
@@ -365,7 +365,8 @@ class Work:
         if size > 0 and answers.held > answers.bytes_max:
             raise QueueFull("too many large answers are on their way; ask for fewer at a time", retry_after_s=1)
 
-    def _left(self, _: Exchange) -> None:
+    def client_left(self, exchange: Exchange) -> None:
+        """Nobody waits for its inputs any more."""
         self._end()
         if self.group is not None:
             self.group.leave()

@@ -8,7 +8,7 @@
 from collections.abc import Callable
 
 from carpool.core.errors import QueueFull
-from carpool.face.http.exchange import Exchange
+from carpool.face.http.exchange import Exchange, ExchangeWorker
 from carpool.face.http.problem import respond_problem
 from carpool.face.http.server_sent import EVENT_STREAM, HEADERS, event_of, retry_after
 
@@ -18,16 +18,16 @@ MISSED_MAX = 5
 RETRY = retry_after(1)
 
 
-class Viewers:
+class Viewers(ExchangeWorker):
     """Whoever looks."""
 
-    def __init__(self) -> None:
+    def __init__(self, changed: Callable[[], None], first: Callable[[], bytes]) -> None:
         # With how many events in a row each has missed.
         self._missed: dict[Exchange, int] = {}
         # Called when somebody came or went.
-        self.changed: Callable[[], None] = lambda: None
+        self._changed = changed
         # What a newcomer is shown at once; b"" for nothing.
-        self.first: Callable[[], bytes] = lambda: b""
+        self._first = first
 
     def __len__(self) -> int:
         return len(self._missed)
@@ -42,9 +42,9 @@ class Viewers:
             exchange.end()
             return
         self._missed[exchange] = 0
-        exchange.when_client_leaves = self._left
-        self.changed()
-        exchange.write(RETRY + event_of(self.first()))
+        exchange.worker = self
+        self._changed()
+        exchange.write(RETRY + event_of(self._first()))
 
     def show(self, event: bytes) -> None:
         """Send an event, which is JSON on one line, to everybody."""
@@ -58,6 +58,7 @@ class Viewers:
             else:
                 exchange.break_off()
 
-    def _left(self, exchange: Exchange) -> None:
+    def client_left(self, exchange: Exchange) -> None:
+        """One looks no more."""
         self._missed.pop(exchange, None)
-        self.changed()
+        self._changed()

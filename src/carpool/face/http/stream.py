@@ -46,7 +46,7 @@ from carpool.core.ports import NO_OPTIONS, Caller, LimitVerdict, RequestOptions,
 from carpool.core.request import DONE, Request, Waiter
 from carpool.core.tensors import Data
 from carpool.core.timers import TURN_S, SharedTurns
-from carpool.face.http.exchange import Exchange
+from carpool.face.http.exchange import Exchange, ExchangeWorker
 from carpool.face.http.gateway import too_large_for, with_trace
 from carpool.face.http.state import HttpState
 from carpool.face.http.stream_messages import BadCall, StreamCall, decode_message, error_pieces
@@ -102,7 +102,7 @@ class Home(Waiter, Protocol):
         ...
 
 
-class WebSocketStream:
+class WebSocketStream(ExchangeWorker):
     """One of them."""
 
     __slots__ = (
@@ -151,8 +151,7 @@ class WebSocketStream:
         self._is_over = False
         self._heard = self._used = self._pinged = streams.clock()
         exchange.context = self
-        exchange.when_writable = self._writable
-        exchange.when_client_leaves = self._left
+        exchange.worker = self
 
     # What comes.
 
@@ -378,7 +377,7 @@ class WebSocketStream:
             self._end()
             self._exchange.end()
 
-    def _writable(self, _: Exchange) -> None:
+    def writable(self, exchange: Exchange) -> None:
         """The client has read on."""
         self._is_behind = False
         self._work_later()
@@ -424,7 +423,8 @@ class WebSocketStream:
     def _end_unauthorized(self) -> None:
         self.close(UNAUTHORIZED, "the credential is not valid any more")
 
-    def _left(self, _: Exchange) -> None:
+    def client_left(self, exchange: Exchange) -> None:
+        """The connection is gone."""
         self._end()
 
     def _end(self) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from websockets.utils import accept_key
 
 from carpool.core.clock import Clock, monotonic
+from carpool.core.defaults import no
 from carpool.core.errors import CarpoolError, ClientLeft, Draining, Forbidden, InternalError, Malformed, UpgradeRequired
 from carpool.core.outcome import Outcome, Output
 from carpool.core.ports import RequestTraces
@@ -45,7 +46,7 @@ class WebSocketStreams:
         limits: StreamLimits,
         *,
         # Whether pages of another origin may come.
-        allows: Callable[[bytes], bool] = lambda origin: False,
+        allows: Callable[[bytes], bool] = no,
         traces: RequestTraces | None = None,
         clock: Clock = monotonic,
     ) -> None:

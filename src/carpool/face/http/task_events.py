@@ -18,7 +18,7 @@ from carpool.core.errors import CarpoolError, InternalError, Unauthorized
 from carpool.core.ports import Caller
 from carpool.core.task import StoredTask
 from carpool.core.timers import Every
-from carpool.face.http.exchange import Exchange
+from carpool.face.http.exchange import Exchange, ExchangeWorker
 from carpool.face.http.gateway import possible_task_id, task_json
 from carpool.face.http.places import Places
 from carpool.face.http.problem import respond_problem
@@ -33,7 +33,7 @@ COME_BACK_S = 1.0
 END = b"end"
 
 
-class TaskEvents:
+class TaskEvents(ExchangeWorker):
     """Serves the route, and knows who listens."""
 
     def __init__(self, intake: Intake, places: Places, *, forget_after_read: bool) -> None:
@@ -54,7 +54,7 @@ class TaskEvents:
             respond_problem(exchange, refusal)
             return
         listener = self._listeners[exchange] = Listener(self, exchange, caller, possible_task_id(task_id))
-        exchange.when_client_leaves = self.drop
+        exchange.worker = self
         if len(self._listeners) == 1:
             self._heartbeats.start()
         listener.look(self._intake, 0.0, forget=self._forget_after_read and exchange.method == b"GET")
@@ -86,17 +86,17 @@ class TaskEvents:
     def end(self, listener: "Listener", last: bytes = b"") -> None:
         """That was all for one of them."""
         exchange = listener.exchange
-        self.drop(exchange)
+        self.client_left(exchange)
         if last:
             exchange.write(last)
         exchange.end()
 
     def refuse(self, listener: "Listener", error: CarpoolError) -> None:
         """There is nothing to tell to one of them."""
-        self.drop(listener.exchange)
+        self.client_left(listener.exchange)
         respond_problem(listener.exchange, error)
 
-    def drop(self, exchange: Exchange) -> None:
+    def client_left(self, exchange: Exchange) -> None:
         """One of them listens no more."""
         listener = self._listeners.pop(exchange, None)
         if listener is not None:
@@ -153,7 +153,7 @@ class Listener:
         exchange, events = self.exchange, self._events
         name, event_id = name_and_id(task)
         if event_id == END and self._last_id == END:
-            events.drop(exchange)
+            events.client_left(exchange)
             exchange.respond(204, b"", b"")
             return True
         if not self.is_begun:

@@ -60,6 +60,7 @@ from carpool.broker.redis.keys import Shard, lane_name, tier_of
 from carpool.broker.redis.redis_ops import Done, RedisOps
 from carpool.broker.redis.types import FINAL, NONE, OWN, Budget, Claim, Head, StreamEntries, StreamEntry, Taken
 from carpool.core.clock import Clock, monotonic
+from carpool.core.defaults import yes
 from carpool.core.errors import GivenBack, UpstreamDown
 from carpool.core.kept import Kept
 from carpool.core.request import AGAIN, QUEUED, Request
@@ -119,7 +120,7 @@ class Consumer:
         deliveries_max: int = DELIVERIES_MAX,
         letter_bounds: LetterBounds,
         # Whether the fleet has let this process in. Before that nothing is known of the others.
-        is_let_in: Callable[[], bool] = lambda: True,
+        is_let_in: Callable[[], bool] = yes,
         clock: Clock = monotonic,
     ) -> None:
         self._steps = steps
@@ -176,7 +177,6 @@ class Consumer:
         self._rests_until = 0.0
         self._suspects = Suspects(deliveries_max)
         self._deliveries_max = deliveries_max
-        replies.when_emptied = self._emptied
         self._next_shard = 0
         self._repeated = [Every(self._look_every_s, self.look_at_all), Every(self._renew_every_s, self._leases.renew)]
         self._landing: asyncio.TimerHandle | None = None
@@ -558,7 +558,7 @@ class Consumer:
 
     def _release(self, shard: Shard, stream: StreamEntries) -> None:
         """Let others have what came at the wrong time."""
-        leased = LeasedEntries(shard, stream.field, 0.0, 0.0, {})
+        leased = LeasedEntries(shard, stream.field, 0.0, 0.0, {}, self._are_done_with)
         for index, entry in enumerate(stream.entries):
             history = NEW if stream.deliveries is None else history_of(stream.deliveries[index])
             self._replies.release(EntryLease(leased, entry[0], NO_HEADER, history))
@@ -579,7 +579,7 @@ class Consumer:
             kept += some_stream(stream.field, [pair for pair in pairs if pair[0][0] not in own])
         return kept
 
-    def _emptied(self, leased: LeasedEntries) -> None:
+    def _are_done_with(self, leased: LeasedEntries) -> None:
         """All entries that were taken together are done with: if they were suspects, the next ones may come."""
         if self._suspects.have_left(leased):
             for view in self._lapsed:
@@ -606,7 +606,7 @@ class Consumer:
     def _stage(self, shard: Shard, stream: StreamEntries, now_ms: int) -> str:
         """Put entries into the local broker; returns their model, "" if none of them came in."""
         now, field = self._clock(), stream.field
-        leased = LeasedEntries(shard, field, now, now, {})
+        leased = LeasedEntries(shard, field, now, now, {}, self._are_done_with)
         self._leases.add(leased)
         for index, entry in enumerate(stream.entries):
             count = 1 if stream.deliveries is None else stream.deliveries[index]

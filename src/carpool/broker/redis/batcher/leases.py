@@ -15,6 +15,7 @@ from carpool.broker.redis.formats import Header
 from carpool.broker.redis.keys import Shard
 from carpool.broker.redis.redis_ops import RedisOps
 from carpool.core.clock import Clock
+from carpool.core.defaults import do_nothing
 from carpool.core.request import Request
 
 IDS_A_CALL_MAX = 1000
@@ -32,6 +33,8 @@ class LeasedEntries(msgspec.Struct, eq=False):
     leased: float
     # By entry id: what is not acknowledged yet.
     open: dict[bytes, Request]
+    # Called when the last of them is acknowledged.
+    are_done_with: Callable[["LeasedEntries"], None] = do_nothing
 
 
 class EntryLease(msgspec.Struct, eq=False, gc=False):

@@ -21,7 +21,7 @@ from itertools import count
 from typing import Any
 
 from carpool.broker.redis.batcher.history import History
-from carpool.broker.redis.batcher.leases import EntryLease, LeasedEntries, by_stream, carried_by_stream, parts_of
+from carpool.broker.redis.batcher.leases import EntryLease, by_stream, carried_by_stream, parts_of
 from carpool.broker.redis.client.link import RedisFailure, Refused
 from carpool.broker.redis.dead_letters.bounds import LetterBounds
 from carpool.broker.redis.dead_letters.letters import letter_of
@@ -30,6 +30,7 @@ from carpool.broker.redis.keys import Shard
 from carpool.broker.redis.notices import Notices
 from carpool.broker.redis.redis_ops import EndedTask, Finished, RedisOps, TaskResult
 from carpool.core.clock import Clock, monotonic
+from carpool.core.defaults import do_nothing
 from carpool.core.errors import CarpoolError, ClientLeft, Draining, GivenBack, InternalError
 from carpool.core.events import Events
 from carpool.core.histograms import SECONDS_BOUNDS, Histogram
@@ -74,8 +75,10 @@ class ReplyWriter:
         *,
         result_ttl_ms: int,
         letter_bounds: LetterBounds,
-        # Is told the cause of each task that became a dead letter.
-        buried: Callable[[str], None] = lambda cause: None,
+        # Counts each task that became a dead letter, by its cause.
+        buried: Callable[[str], None] = do_nothing,
+        # Keeps the output of a task for requests that are the same.
+        keep_result: Callable[[bytes, Output], object] = do_nothing,
         # Where tasks are counted whose result was written here. The gateways count their own requests.
         outcomes: Counter[str] | None = None,
         waited: Histogram | None = None,
@@ -103,10 +106,7 @@ class ReplyWriter:
         # Outcomes that Redis has not confirmed yet.
         self.unconfirmed = 0
         self.retries = 0
-        # Keeps the output of a task for requests that are the same.
-        self.keep_result: Callable[[bytes, Output], object] = lambda key, output: None
-        # Is called with entries that were taken together when the last of them is done with.
-        self.when_emptied: Callable[[LeasedEntries], None] = lambda leased: None
+        self._keep_result = keep_result
         self._outcomes: Counter[str] = Counter() if outcomes is None else outcomes
         self._waited = Histogram(SECONDS_BOUNDS) if waited is None else waited
         self._events = events or Events()
@@ -243,7 +243,7 @@ class ReplyWriter:
         """An entry is done with."""
         lease.leased.open.pop(lease.entry_id, None)
         if not lease.leased.open:
-            self.when_emptied(lease.leased)
+            lease.leased.are_done_with(lease.leased)
 
     # Tasks.
 
@@ -253,7 +253,7 @@ class ReplyWriter:
         else:
             status, value, letter = SUCCESS, bytes(outcome.value), b""
             if request.result_key is not None:
-                self.keep_result(request.result_key, outcome)
+                self._keep_result(request.result_key, outcome)
         waited_s = request.taken - request.arrived if request.taken else None
         # The answer to its whole batch is kept until Redis has the result only if somebody is to be told.
         told = (request, outcome) if self._events.subscribers else None

@@ -35,6 +35,7 @@ from carpool.broker.redis.client.link import (
 from carpool.broker.redis.client.node import NOWHERE, Connector, Node, Pause, Reader, ask_and_request
 from carpool.broker.redis.client.topology import NODES_MAX, SlotRange, UnknownTopologyError, topology_of
 from carpool.core.clock import monotonic
+from carpool.core.defaults import do_nothing
 from carpool.core.timers import Every, OncePerTurn
 
 PENDING_BYTES_MAX = 256 * 1024 * 1024
@@ -73,7 +74,7 @@ class Nodes:
         *,
         timeout_s: float = 0.5,
         pending_bytes_max: int = PENDING_BYTES_MAX,
-        changed: Callable[[], None] = lambda: None,
+        changed: Callable[[], None] = do_nothing,
     ) -> None:
         """`pending_bytes_max` is for each node. Raises OSError if a file for TLS cannot be used."""
         self._address = address
@@ -200,7 +201,7 @@ class Nodes:
         *,
         connected: Callable[[Link], None],
         received: OnReply,
-        lost: Callable[[], None] = lambda: None,
+        lost: Callable[[], None] = do_nothing,
     ) -> Reader:
         """A connection of its own to the node of a slot, made again for ever.
 

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable
 
 from carpool.core.clock import Clock, monotonic
+from carpool.core.defaults import do_nothing, no
 
 logger = logging.getLogger("carpool.broker")
 
@@ -23,9 +24,9 @@ class LetterBounds:
         letters_max: int,
         bytes_max: int,
         ttl_ms: int,
-        is_memory_short: Callable[[], bool] = lambda: False,
+        is_memory_short: Callable[[], bool] = no,
         # Of Redis's memory, the part of a shard; None: no limit.
-        memory_bytes_max: Callable[[], int | None] = lambda: None,
+        memory_bytes_max: Callable[[], int | None] = do_nothing,
         clock: Clock = monotonic,
     ) -> None:
         self._letters_max = letters_max

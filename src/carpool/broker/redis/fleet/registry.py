@@ -18,6 +18,7 @@ from carpool.broker.redis.fleet.view import BEAT_BYTES_MAX, FleetView, Heartbeat
 from carpool.broker.redis.keys import Keys
 from carpool.broker.redis.scripts import HEARTBEAT
 from carpool.core.clock import Clock, monotonic
+from carpool.core.defaults import do_nothing
 from carpool.core.names import Role
 from carpool.core.timers import Every
 
@@ -47,8 +48,8 @@ class Registry:
         interval_s: float = 0.5,
         stale_s: float = 1.5,
         clock: Clock = monotonic,
-        changed: Callable[[], None] = lambda: None,
-        heard: Callable[[FleetView], None] = lambda view: None,
+        changed: Callable[[], None] = do_nothing,
+        heard: Callable[[FleetView], None] = do_nothing,
     ) -> None:
         self._nodes = nodes
         self._keys = keys

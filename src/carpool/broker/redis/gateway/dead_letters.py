@@ -20,6 +20,7 @@ from carpool.broker.redis.redis_ops import LetterHeads, RedisOps
 from carpool.broker.replays import ReplayRun, answer_of, no_such_letter, not_served, replay_request
 from carpool.core.clock import Clock, monotonic
 from carpool.core.dead_letter import DeadLetterSummary, Replayed, ReplayReport, StoredDeadLetter
+from carpool.core.defaults import do_nothing
 from carpool.core.errors import Malformed
 from carpool.core.request import Request
 
@@ -41,7 +42,7 @@ class RedisDeadLetterDesk:
         *,
         tier_target_s: tuple[float, ...],
         task_timeout_s: float,
-        prepare: Callable[[Request], None] = lambda request: None,
+        prepare: Callable[[Request], None] = do_nothing,
         clock: Clock = monotonic,
     ) -> None:
         self._steps = steps

@@ -33,6 +33,7 @@ from carpool.broker.redis.keys import Shard
 from carpool.broker.redis.redis_ops import Added, Queued, RedisOps, StreamAddition
 from carpool.broker.redis.types import LEFT, NOT_HELD, NOT_TAKEN, QueueStream
 from carpool.core.clock import Clock, monotonic
+from carpool.core.defaults import do_nothing, no
 from carpool.core.errors import (
     BrokerDown,
     BrokerMemoryFull,
@@ -126,10 +127,12 @@ class RedisQueue:
         line_offsets_ms: Mapping[bytes, int],
         models: Iterable[str],
         local: MemoryBroker | None = None,
-        is_memory_full: Callable[[], bool] = lambda: False,
-        task_finished: Callable[[str], None] = lambda task_id: None,
-        looked_for: Callable[[Reply], None] = lambda reply: None,
-        mode_changed: Callable[[Mode], None] = lambda mode: None,
+        is_memory_full: Callable[[], bool] = no,
+        task_finished: Callable[[str], None] = do_nothing,
+        looked_for: Callable[[Reply], None] = do_nothing,
+        mode_changed: Callable[[Mode], None] = do_nothing,
+        # Sees one request of each handful that got an output.
+        sampled: Callable[[Request], None] | None = None,
         seconds: RequestSeconds | None = None,
         events: Events | None = None,
         clock: Clock = monotonic,

@@ -15,6 +15,7 @@ from carpool.broker.redis.client.link import Link, RedisFailure, Refused, ignore
 from carpool.broker.redis.client.nodes import Nodes
 from carpool.broker.redis.formats import Reply, UnknownFormatError, decode_reply
 from carpool.broker.redis.keys import Keys
+from carpool.core.defaults import do_nothing
 from carpool.core.timers import Every
 
 logger = logging.getLogger("carpool.broker")
@@ -39,7 +40,7 @@ class ReplyReader:
         came: Callable[[Reply], None],
         changed: Callable[[], None],
         # Outcomes may be lost, and entries too.
-        emptied: Callable[[], None] = lambda: None,
+        emptied: Callable[[], None] = do_nothing,
     ) -> None:
         self._nodes = nodes
         self._stream = keys.replies(gateway)

@@ -23,6 +23,7 @@ from carpool.broker.redis.client.link import RedisFailure, Refused, ignore
 from carpool.broker.redis.formats import KeptResult, UnknownFormatError, decode_result, encode_result
 from carpool.broker.redis.redis_ops import RedisOps
 from carpool.core.clock import Clock, monotonic
+from carpool.core.defaults import no
 from carpool.core.outcome import CallFacts, Output
 from carpool.core.timers import Every, OncePerTurn
 
@@ -75,7 +76,7 @@ class RedisResults:
         *,
         bytes_max: int,
         ttl_s: float,
-        is_memory_short: Callable[[], bool] = lambda: False,
+        is_memory_short: Callable[[], bool] = no,
         look_s_max: float = LOOK_S_MAX,
         clock: Clock = monotonic,
     ) -> None:

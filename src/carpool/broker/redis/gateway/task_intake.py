@@ -29,6 +29,7 @@ from carpool.broker.redis.gateway.task_removals import TaskRemovals
 from carpool.broker.redis.keys import SHARDS_MAX, Shard
 from carpool.broker.redis.redis_ops import Queued, RedisOps, Unreadable
 from carpool.core.clock import Clock, monotonic
+from carpool.core.defaults import do_nothing, no
 from carpool.core.errors import BrokerDown, CarpoolError, InternalError
 from carpool.core.events import Events
 from carpool.core.request import QUEUED, Request
@@ -83,10 +84,10 @@ class TaskIntake:
         replicas: int = 0,
         replicas_timeout_ms: int = 200,
         durable_nodes: Nodes | None = None,
-        is_memory_full: Callable[[], bool] = lambda: False,
-        are_webhooks_full: Callable[[], bool] = lambda: False,
+        is_memory_full: Callable[[], bool] = no,
+        are_webhooks_full: Callable[[], bool] = no,
         # Is told the codes of outcomes that tasks have from here.
-        count: Callable[[str], None] = lambda code: None,
+        count: Callable[[str], None] = do_nothing,
         events: Events | None = None,
         clock: Clock = monotonic,
     ) -> None:

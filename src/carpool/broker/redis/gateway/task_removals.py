@@ -13,6 +13,7 @@ from carpool.broker.redis.client.link import RedisFailure
 from carpool.broker.redis.keys import Shard
 from carpool.broker.redis.notices import Notices
 from carpool.broker.redis.redis_ops import EndedTask, RedisOps, Removed
+from carpool.core.defaults import do_nothing
 from carpool.core.timers import Every
 
 # Redis may still have the submission of a lost connection to read when it is first asked to remove the task.
@@ -65,7 +66,7 @@ class TaskRemovals:
         self,
         task_id: str,
         done: Callable[[bool | RedisFailure], None],
-        cancelled: Callable[[EndedTask], None] = lambda task: None,
+        cancelled: Callable[[EndedTask], None] = do_nothing,
         *,
         was_refused: bool = False,
         receipt: bytes = b"",

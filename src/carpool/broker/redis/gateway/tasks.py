@@ -24,6 +24,7 @@ from carpool.broker.redis.gateway.task_intake import Accepted, TaskIntake
 from carpool.broker.redis.gateway.task_removals import TaskRemovals
 from carpool.broker.redis.keys import Shard
 from carpool.broker.redis.redis_ops import EndedTask, LookedAt, RedisOps
+from carpool.core.defaults import do_nothing
 from carpool.core.errors import CarpoolError, ClientLeft, UnknownTask
 from carpool.core.outcome import Outcome
 from carpool.core.ports import Caller
@@ -50,8 +51,8 @@ class RedisTasks:
         intake: TaskIntake,
         removals: TaskRemovals,
         result_ttl_ms: int,
-        ended: Callable[[EndedTask, CarpoolError], None] = lambda task, error: None,
-        queue_place: Callable[[str, str, int], QueuePlace | None] = lambda task_id, model, ahead: None,
+        ended: Callable[[EndedTask, CarpoolError], None] = do_nothing,
+        queue_place: Callable[[str, str, int], QueuePlace | None] = do_nothing,
     ) -> None:
         self._steps = steps
         self._gateway = gateway
