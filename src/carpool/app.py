@@ -13,7 +13,7 @@ from collections.abc import Callable
 import uvloop
 
 from carpool.broker.journal_records import JournalUnusable
-from carpool.composition.process import Process
+from carpool.composition.process import Panel, Process
 from carpool.core.names import Role
 from carpool.settings import Settings, warnings_of
 from carpool.telemetry.logs import configure_logging
@@ -32,17 +32,17 @@ def run(
     *,
     role: Role = "serve",
     listen: socket.socket | None = None,
-    plug: Callable[[Process], None] | None = None,
+    panel: Panel | None = None,
 ) -> int:
     """Serve until SIGTERM or SIGINT, then drain; returns the exit code. SIGHUP calls `reload` for new settings.
 
-    `plug` is called with the process when it serves, for those who add something to it.
+    `panel` is what the demo adds to the process.
     """
     configure_logging(settings.log.level, settings.log.format)
     for warning in warnings_of(settings):
         logger.warning(warning)
     try:
-        return uvloop.run(_serve(settings, on_ready, reload, role, listen, plug))
+        return uvloop.run(_serve(settings, on_ready, reload, role, listen, panel))
     except (JournalUnusable, ssl.SSLError) as failure:
         print(f"carpool: {failure}", file=sys.stderr)  # noqa: T201 - for the person at the terminal
     except OSError as failure:
@@ -51,15 +51,17 @@ def run(
     return 2
 
 
-def make_process(settings: Settings, role: Role, listen: socket.socket | None = None) -> Process:
+def make_process(
+    settings: Settings, role: Role, listen: socket.socket | None = None, panel: Panel | None = None
+) -> Process:
     """Everything in one process, or a part of a fleet that meets in Redis."""
     if not settings.broker.url:
         from carpool.embedded import EmbeddedProcess
 
-        return EmbeddedProcess(settings, listen)
+        return EmbeddedProcess(settings, listen, panel=panel)
     from carpool.distributed import PROCESSES  # here: without a broker nobody waits for its libraries
 
-    return PROCESSES[role](settings, listen)
+    return PROCESSES[role](settings, listen, panel=panel)
 
 
 def spare_the_collector() -> None:
@@ -80,7 +82,7 @@ async def _serve(
     reload: Callable[[], Settings] | None,
     role: Role,
     listen: socket.socket | None,
-    plug: Callable[[Process], None] | None,
+    panel: Panel | None,
 ) -> int:
     told_to_leave = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -96,7 +98,7 @@ async def _serve(
 
     for name in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(name, leave)
-    process = make_process(settings, role, listen)
+    process = make_process(settings, role, listen, panel)
     try:
         await process.start()
     except BaseException:
@@ -104,8 +106,8 @@ async def _serve(
         raise
     if reload is not None:
         loop.add_signal_handler(signal.SIGHUP, process.reload, reload)
-    if plug is not None:
-        plug(process)
+    if panel is not None:
+        panel.plug(process)
     spare_the_collector()
     if on_ready is not None:
         on_ready(process.port, process.admin_port)

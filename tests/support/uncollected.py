@@ -67,14 +67,13 @@ def uncollected(directory: Path, role: str, configuration: str) -> Iterator[Unco
 
 def _main(role: Any, file: Path, report: Path) -> int:
     from carpool import app
-    from carpool.composition.process import Process
     from carpool.settings import load_settings
 
-    def plug(_: Process) -> None:
+    def ready(port: int, admin_port: int) -> None:
         gc.disable()
         asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, _write, report)
 
-    return app.run(load_settings({}, environ={}, file=file), role=role, plug=plug)
+    return app.run(load_settings({}, environ={}, file=file), ready, role=role)
 
 
 def _write(path: Path) -> None:

@@ -213,13 +213,13 @@ def _demo(gpu_flags: dict[str, Any], gateway_flags: dict[str, Any], data_dir: Pa
         from carpool.tools.demo.panel import DemoPanel, Gpus
 
         count, per_gpu, latency_ms = (gpu_flags[name] for name in ("--workers", "--slots", "--latency-ms"))
-        panel = DemoPanel(Gpus(count, per_gpu, latency_ms, gpus.tell, DEMO_POISON))
+        panel = DemoPanel(Gpus(count, per_gpu, latency_ms, gpus.tell, DEMO_POISON), settings.tiers)
         about = f"{gpu_flags['--workers']} simulated GPUs of {gpu_flags['--latency-ms']:g} ms a batch"
 
         def on_ready(gateway_port: int, admin_port: int) -> None:
             show_banner(settings, gateway_port, admin_port, about, gpus.address or "")
 
-        return run(settings, on_ready=on_ready, plug=panel.plug)
+        return run(settings, on_ready=on_ready, panel=panel)
 
 
 class SimulatedGpus:

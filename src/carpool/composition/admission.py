@@ -13,7 +13,17 @@ from carpool.composition.credentials import configured_keys, make_credentials, w
 from carpool.composition.runtime import Runtime
 from carpool.core.defaults import one
 from carpool.core.histograms import Histogram
-from carpool.core.ports import Availability, FarResults, QueueStats, RateLimit, RateLimits, RequestQueue, TaskBoard
+from carpool.core.ports import (
+    Availability,
+    Caller,
+    FarResults,
+    Peer,
+    QueueStats,
+    RateLimit,
+    RateLimits,
+    RequestQueue,
+    TaskBoard,
+)
 from carpool.core.request import Request
 from carpool.core.snapshot import CacheNumbers
 from carpool.face.intake import Intake, IntakeSettings, make_uuids
@@ -107,7 +117,12 @@ class Admission:
             {model.name: model.served(self.coalescer if model.name in cached else None) for model in models},
             intake_settings(runtime),
             clock=runtime.clock,
+            identify=self._identify_known if runtime.known_callers else None,
         )
+
+    def _identify_known(self, headers: dict[bytes, bytes], peer: Peer) -> Caller:
+        known = self._runtime.known_callers.get(headers.get(b"authorization", b""))
+        return known or self.gate.identify(headers, peer)
 
     def is_up(self, model: str) -> bool:
         """Whether requests for a model are taken, and somebody answers them."""

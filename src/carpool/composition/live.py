@@ -59,7 +59,12 @@ class Watch:
     """Collects, and shows it to whoever looks."""
 
     def __init__(
-        self, runtime: Runtime, snapshot: Callable[[], Snapshot], lanes: Callable[[], Sequence[LaneWaiting]], role: Role
+        self,
+        runtime: Runtime,
+        snapshot: Callable[[], Snapshot],
+        lanes: Callable[[], Sequence[LaneWaiting]],
+        role: Role,
+        demo: Callable[[], dict[str, object]] | None = None,
     ) -> None:
         self._runtime = runtime
         self._snapshot = snapshot
@@ -70,7 +75,7 @@ class Watch:
         # Somebody looks at another process.
         self._is_wanted = False
         # What the demo adds.
-        self.demo: Callable[[], dict[str, object]] | None = None
+        self._demo = demo
         self._tiers = [tier.name for tier in runtime.settings.tiers]
         self._max_batch = {name: model.batching.max_batch for name, model in runtime.models.items()}
         self._collector: Collector | None = None
@@ -139,8 +144,8 @@ class Watch:
 
     def _encode(self, merger: Merger, parts: Sequence[LivePart]) -> bytes:
         event = merger.event(self._snapshot(), parts, round(time.time(), 3), len(self.viewers))
-        if self.demo is not None:
-            event = msgspec.structs.replace(event, demo=self.demo())
+        if self._demo is not None:
+            event = msgspec.structs.replace(event, demo=self._demo())
         return msgspec.json.encode(event)
 
 

@@ -4,9 +4,9 @@ import logging
 import socket
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 import msgspec
 
@@ -19,7 +19,7 @@ from carpool.core.clock import Clock, monotonic
 from carpool.core.events import Events
 from carpool.core.live import LaneWaiting
 from carpool.core.names import Role
-from carpool.core.ports import DeadLetterDesk
+from carpool.core.ports import Caller, DeadLetterDesk
 from carpool.core.snapshot import Snapshot
 from carpool.core.webhook import Outbox
 from carpool.face.http.admin import AdminRoutes, FoundRequest
@@ -36,13 +36,34 @@ from carpool.upstream.fleet import Endpoints
 logger = logging.getLogger("carpool")
 
 
+class Panel(Protocol):
+    """What the demo adds to a process: controls on the live page, and the load that they steer."""
+
+    # Who sends that load, by its `Authorization` header.
+    callers: Mapping[bytes, Caller]
+
+    def state(self) -> dict[str, object]:
+        """What the page shows of it."""
+        ...
+
+    def plug(self, process: "Process") -> None:
+        """The process serves."""
+        ...
+
+
 class Process(ABC):
     """What a command starts. Each role has its own; all have models, if only none, and an admin port."""
 
     role: ClassVar[Role] = "serve"
 
-    def __init__(self, settings: Settings, listening: socket.socket | None = None, clock: Clock = monotonic) -> None:
-        self.runtime = Runtime(settings, clock)
+    def __init__(
+        self,
+        settings: Settings,
+        listening: socket.socket | None = None,
+        clock: Clock = monotonic,
+        panel: Panel | None = None,
+    ) -> None:
+        self.runtime = Runtime(settings, clock, known_callers={} if panel is None else panel.callers)
         # The socket that this process shares with others, if it does.
         self.listening = listening
         # 0 where no clients are served.
@@ -51,7 +72,7 @@ class Process(ABC):
         self.serving: Serving
         # None: nothing is kept of what became of requests.
         self.tracking: Recorder | None = None
-        self.watch = Watch(self.runtime, self.snapshot, self.lanes, self.role)
+        self.watch = Watch(self.runtime, self.snapshot, self.lanes, self.role, None if panel is None else panel.state)
         self.admin: AdminRoutes
 
     @property

@@ -2,15 +2,17 @@
 
 import asyncio
 import random
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from carpool.composition.tracing import start_tracing
 from carpool.core.clock import Clock, monotonic
 from carpool.core.events import Events
 from carpool.core.histograms import RequestSeconds
+from carpool.core.ports import Caller
 from carpool.core.snapshot import Numbers, Status
 from carpool.core.timeline import COMPANY_S_MAX
 from carpool.core.timers import Every
@@ -35,6 +37,8 @@ class Runtime:
         random_share: Callable[[], float] = random.random,
         # Else those that the addresses name.
         endpoints: EndpointsOf | None = None,
+        # Callers who are known by this `Authorization` header, whatever the settings say of credentials: the demo's.
+        known_callers: Mapping[bytes, Caller] = MappingProxyType({}),
     ) -> None:
         self.settings = settings
         self.models = models_of(settings)
@@ -42,6 +46,7 @@ class Runtime:
         self.tier_target_s = tuple(tier.target_ms / 1000 for tier in settings.tiers)
         self.clock = clock
         self.random_share = random_share
+        self.known_callers = known_callers
         self.endpoints = endpoints or partial(endpoint_maker, session=self.session, clock=clock)
         # What happens to requests, for those who subscribe.
         self.events = Events()

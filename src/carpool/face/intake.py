@@ -114,10 +114,11 @@ class Intake:
         models: dict[str, ServedModel],
         settings: IntakeSettings,
         clock: Clock = monotonic,
+        identify: Callable[[dict[bytes, bytes], Peer], Caller] | None = None,
     ) -> None:
         self._gate = gate
         # Who asks, by what came with the call (names in lower case) and by the other end; raises why not.
-        self.identify: Callable[[dict[bytes, bytes], Peer], Caller] = gate.identify
+        self.identify = identify or gate.identify
         # Whether a synchronous request is refused, whatever is in its body; None where that cannot be known.
         self.early = gate.early
         # The next step, for callers with a limit; see core.ports.RateLimits.

@@ -44,6 +44,7 @@ class HttpState:
     """Shared by a server and its connections. `handler` must answer every exchange, now or later."""
 
     def __init__(self, handler: Callable[[Exchange], None], limits: HttpLimits, clock: Clock = monotonic) -> None:
+        # Whatever answers the next exchange; see `handle_with`.
         self.handler = handler
         self.limits = limits
         self.clock = clock
@@ -78,6 +79,10 @@ class HttpState:
         self.error_pace: ErrorPace | None = None
         # While true, every response asks its client to go.
         self.draining = False
+
+    def handle_with(self, handler: Callable[[Exchange], None]) -> None:
+        """Give exchanges to this one from now on: what looks at one now and then costs the others nothing."""
+        self.handler = handler
 
     def has_place(self) -> bool:
         """Whether one more connection may be opened."""

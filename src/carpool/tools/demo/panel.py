@@ -8,18 +8,18 @@ import asyncio
 import logging
 import secrets
 import sys
-from collections.abc import Callable
-from typing import Annotated, Any, Protocol, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from carpool.batching.policy import PolicyName, make_policy
-from carpool.composition.admission import Admission
 from carpool.composition.process import Process
 from carpool.core.errors import Malformed
-from carpool.core.ports import Caller, Peer
+from carpool.core.ports import Caller
 from carpool.face.http.exchange import Exchange
+from carpool.settings.schema import TierSettings
 from carpool.tools.demo.load import LoadOrder, LoadPart
 
 logger = logging.getLogger("carpool")
@@ -66,16 +66,10 @@ class Gpus(msgspec.Struct, frozen=True):
         return self.count * self.slots * 64 * 1000 / max(1.0, self.latency_ms)
 
 
-class WithAdmission(Protocol):
-    """A process that has clients."""
-
-    admission: Admission
-
-
 class DemoPanel:
     """Does what the page asks for."""
 
-    def __init__(self, gpus: Gpus) -> None:
+    def __init__(self, gpus: Gpus, tiers: Sequence[TierSettings]) -> None:
         self._gpus = gpus
         self._rate = 0.0
         self._is_flooded = False
@@ -85,27 +79,16 @@ class DemoPanel:
         self._load: asyncio.subprocess.Process | None = None
         self._starting = asyncio.Lock()
         self._process: Process
+        self._keys = [f"demo_{secrets.token_urlsafe(16)}" for _ in tiers]
         # By the header that the load sends.
-        self._callers: dict[bytes, Caller] = {}
-        self._keys: list[str] = []
+        self.callers: Mapping[bytes, Caller] = {
+            b"Bearer " + key.encode(): Caller(f"demo-{tier.name}", number, is_anonymous=False)
+            for number, (key, tier) in enumerate(zip(self._keys, tiers, strict=True))
+        }
 
     def plug(self, process: Process) -> None:
         """Be there from now on, until the process ends."""
         self._process = process
-        tiers = process.runtime.settings.tiers
-        self._keys = [f"demo_{secrets.token_urlsafe(16)}" for _ in tiers]
-        self._callers = {
-            b"Bearer " + key.encode(): Caller(f"demo-{tier.name}", number, is_anonymous=False)
-            for number, (key, tier) in enumerate(zip(self._keys, tiers, strict=True))
-        }
-        intake = cast(WithAdmission, process).admission.intake
-        identify = intake.identify
-
-        def identify_load(headers: dict[bytes, bytes], peer: Peer) -> Caller:
-            return self._callers.get(headers.get(b"authorization", b"")) or identify(headers, peer)
-
-        intake.identify = identify_load
-        process.watch.demo = self.state
         process.admin.add(b"POST", b"/internal/demo", self.change)
         process.runtime.opened.push_async_callback(self._close)
         process.runtime.do_every(LOOK_S, self._end_load_in_a_drain)
