@@ -1,8 +1,9 @@
-"""Gateways and batchers over Redis: a process is one of them, or both. Start and drain are read here."""
+"""Gateways and batchers over Redis: a process is one of them, or both. Their parts are listed here."""
 
 import logging
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import ClassVar
 
 import msgspec
@@ -12,7 +13,7 @@ from carpool.broker.redis.fleet.view import Heartbeat
 from carpool.broker.webhooks.deliverer import Deliverer
 from carpool.composition.engine import EXPIRY_TICK_S
 from carpool.composition.faces import Faces
-from carpool.composition.process import Process
+from carpool.composition.process import Part, Process
 from carpool.composition.redis_admission import RedisAdmission
 from carpool.composition.redis_context import RedisContext
 from carpool.composition.redis_serving import RedisServing
@@ -46,7 +47,6 @@ class RedisProcess(Process):
 
     async def meet(self) -> RedisContext:
         """Find out whether this Redis may be used; the halves are plugged to what this returns."""
-        await self.begin()
         redis_context = self.redis_context = RedisContext(self.runtime, self.role, self._told_of_itself)
         await redis_context.check_disks()
         name, watch = redis_context.name.decode(), self.watch
@@ -57,6 +57,14 @@ class RedisProcess(Process):
 
     def _told_of_itself(self) -> Heartbeat:
         return msgspec.structs.replace(self.heartbeat(), is_watched=self.watch.is_looked_at)
+
+    def watch_deadlines(self) -> None:
+        """Look at the deadlines from now on."""
+        self.runtime.do_every(EXPIRY_TICK_S, self.expire)
+
+    async def listen(self) -> None:
+        """Serve operators."""
+        await self.listen_for_operators(self.redis_context.desk, self.redis_context.outbox)
 
     def say_where(self, where: str) -> None:
         """For the log."""
@@ -69,17 +77,9 @@ class RedisProcess(Process):
         host = self.runtime.settings.gateway.admin_host
         logger.info("%s, admin on %s:%d", where, host, self.admin_port, extra={"fields": facts})
 
-    def begin_to_drain(self) -> None:
+    def say_goodbye(self) -> None:
         """Say to everybody that this process leaves."""
-        logger.info("draining")
-        self.runtime.draining = True  # readiness turns false
         self.redis_context.registry.heartbeat()
-
-    async def leave(self) -> None:
-        """Be gone."""
-        await self.redis_context.registry.leave()
-        await self.close()
-        logger.info("drained")
 
     def snapshot(self) -> Snapshot:
         """What operators see."""
@@ -107,8 +107,8 @@ class RedisGateway(RedisProcess):
     # None: no host is allowed.
     webhooks: Deliverer | None = None
 
-    async def start(self) -> None:
-        """Plug the stages together, from the back to the front, and listen."""
+    async def plug(self) -> Sequence[Part]:
+        """A queue in Redis, and its own endpoints for the time when Redis is gone."""
         runtime, redis_context = self.runtime, await self.meet()
         models = runtime.models.values()
         self.serving = Serving(
@@ -120,26 +120,39 @@ class RedisGateway(RedisProcess):
             sharers=redis_context.gateways_last_seen,
             sampled=self._sampled,
         )
+        return self.parts_with(Part(self.serving.start, self.serving.drain))
+
+    def parts_with(self, serving: Part, consumer: Sequence[Part] = ()) -> Sequence[Part]:
+        """What a process with clients has. Their requests are answered by batchers, or by its own endpoints."""
+        redis_context = self.redis_context
         self.admission = RedisAdmission(redis_context, self.serving, self.watch.find_slow)
         self.faces = Faces(self.runtime, self.admission)
-        redis_context.start()
-        self.serving.start()
-        self.admission.watch()
-        self.webhooks = start_webhooks(self.runtime, redis_context.outbox)
-        runtime.do_every(EXPIRY_TICK_S, self.expire)
-        await redis_context.wait_for_redis(self.admission.is_connected)
+        return (
+            Part(redis_context.start, redis_context.registry.leave),
+            serving,
+            Part(self.admission.watch),
+            Part(self._start_webhooks),
+            Part(self.watch_deadlines),
+            Part(partial(redis_context.wait_for_redis, self.admission.is_connected)),
+            *consumer,
+            Part(self._open_faces, self._close_faces),
+            Part(self.listen),
+            Part(self._say_where, self.say_goodbye),
+        )
+
+    def _start_webhooks(self) -> None:
+        self.webhooks = start_webhooks(self.runtime, self.redis_context.outbox)
+
+    async def _open_faces(self) -> None:
         await self.faces.start(self.listening, self.check_ready)
         self.port = self.faces.port
-        await self.listen_for_operators(redis_context.desk, redis_context.outbox)
-        self.say_where(f"serving on {runtime.settings.gateway.host}:{self.port}")
 
-    async def drain(self) -> None:
-        """Stop taking new work, finish the old, leave. Every step may rely on those before it."""
-        self.begin_to_drain()
+    async def _close_faces(self) -> None:
         await self.faces.stop_accepting()
-        await self.faces.drain()  # batchers answer, or this process's own endpoints
-        await self.serving.drain()
-        await self.leave()
+        await self.faces.drain()
+
+    def _say_where(self) -> None:
+        self.say_where(f"serving on {self.runtime.settings.gateway.host}:{self.port}")
 
     def _sampled(self, request: Request) -> None:
         self.admission.sampled_here(request)
@@ -188,24 +201,19 @@ class RedisBatcher(RedisProcess):
 
     role: ClassVar[Role] = "batcher"
 
-    async def start(self) -> None:
-        """Plug the stages together, from the back to the front."""
+    async def plug(self) -> Sequence[Part]:
+        """What is taken from Redis; others take what waits there when this one leaves."""
         redis_context = await self.meet()
         self.serving = self.own = RedisServing(redis_context)
-        redis_context.start()
-        self.serving.start()
-        self.runtime.do_every(EXPIRY_TICK_S, self.expire)
-        await redis_context.wait_for_redis(redis_context.are_all_nodes_up)
-        self.own.take()
-        await self.listen_for_operators(redis_context.desk, redis_context.outbox)
-        self.say_where("batching")
-
-    async def drain(self) -> None:
-        """Stop taking new work, finish the old, leave. Every step may rely on those before it."""
-        self.begin_to_drain()
-        self.redis_context.tasks.drain()
-        await self.own.drain()  # others take what waits in Redis
-        await self.leave()
+        return (
+            Part(redis_context.start, redis_context.registry.leave),
+            Part(self.serving.start, self.own.drain),
+            Part(self.watch_deadlines, redis_context.tasks.drain),
+            Part(partial(redis_context.wait_for_redis, redis_context.are_all_nodes_up)),
+            Part(self.own.take),
+            Part(self.listen),
+            Part(partial(self.say_where, "batching"), self.say_goodbye),
+        )
 
     def expire(self) -> None:
         """Look at the deadlines."""
@@ -248,31 +256,10 @@ class RedisServe(RedisGateway):
 
     role: ClassVar[Role] = "serve"
 
-    async def start(self) -> None:
-        """Plug the stages together, from the back to the front, and listen."""
-        redis_context = await self.meet()
-        self.serving = self.own = RedisServing(redis_context, self._sampled)
-        self.admission = RedisAdmission(redis_context, self.serving, self.watch.find_slow)
-        self.faces = Faces(self.runtime, self.admission)
-        redis_context.start()
-        self.serving.start()
-        self.admission.watch()
-        self.webhooks = start_webhooks(self.runtime, redis_context.outbox)
-        self.runtime.do_every(EXPIRY_TICK_S, self.expire)
-        await redis_context.wait_for_redis(self.admission.is_connected)
-        self.own.take()
-        await self.faces.start(self.listening, self.check_ready)
-        self.port = self.faces.port
-        await self.listen_for_operators(redis_context.desk, redis_context.outbox)
-        self.say_where(f"serving on {self.runtime.settings.gateway.host}:{self.port}")
-
-    async def drain(self) -> None:
-        """Stop taking new work, finish the old, leave. Every step may rely on those before it."""
-        self.begin_to_drain()
-        await self.faces.stop_accepting()
-        await self.faces.drain()  # by this process's batches, or by others'
-        await self.own.drain()
-        await self.leave()
+    async def plug(self) -> Sequence[Part]:
+        """Both halves. Its requests are answered by its own batches, or by others'."""
+        self.serving = self.own = RedisServing(await self.meet(), self._sampled)
+        return self.parts_with(Part(self.serving.start, self.own.drain), [Part(self.own.take)])
 
     def check_ready(self, answer: Callable[[str | None], None]) -> None:
         """Ready when its batcher half is, or without Redis when it can do the work itself; else the reason why not."""

@@ -1,8 +1,9 @@
-"""Everything in one process: face, admission, embedded broker, batching, upstream. Start and drain are read here."""
+"""Everything in one process: faces, the engine on a broker in memory, tasks in a journal. Its parts are listed here."""
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from msgspec import UNSET
@@ -16,7 +17,7 @@ from carpool.broker.webhooks.journal_outbox import JournalOutbox
 from carpool.composition.credentials import watch_key_file
 from carpool.composition.engine import Engine
 from carpool.composition.faces import Faces
-from carpool.composition.process import Process
+from carpool.composition.process import Part, Process
 from carpool.composition.serving import Serving
 from carpool.composition.tracking import describe_tracking
 from carpool.composition.webhooks import describe_webhooks, start_webhooks
@@ -35,11 +36,10 @@ class EmbeddedProcess(Process):
     # None: no host is allowed.
     webhooks: Deliverer | None = None
 
-    async def start(self) -> None:
-        """Plug the stages together, from the back to the front, and listen."""
-        await self.begin()
+    async def plug(self) -> Sequence[Part]:
+        """The engine, its journal, and the faces."""
         runtime = self.runtime
-        tasks, gateway = runtime.settings.tasks, runtime.settings.gateway
+        tasks = runtime.settings.tasks
         self.journal = Journal(
             Path(tasks.data_dir) / "journal.db" if tasks.journal else None,
             asyncio.get_running_loop(),
@@ -50,49 +50,62 @@ class EmbeddedProcess(Process):
             clock=runtime.clock,
         )
         runtime.opened.push_async_callback(self.journal.close)
-        dead_letters = DeadLetterBox(self.journal, runtime.settings.dead_letters.synchronous, runtime.clock)
         outbox = JournalOutbox(self.journal)
         self.webhooks = start_webhooks(runtime, outbox)
+        dead_letters = DeadLetterBox(self.journal, runtime.settings.dead_letters.synchronous, runtime.clock)
         self.engine = Engine(runtime, self._make_tasks, dead_letters)
         self.serving, self.admission, self.broker = self.engine.serving, self.engine.admission, self.engine.broker
-        self.engine.start()
-        named, targets = frozenset(runtime.models), runtime.tier_target_s
-        restored = self.tasks.restore(named, lambda tier, now: now + targets[min(tier, len(targets) - 1)])
         self.faces = Faces(runtime, self.admission)
+        desk = DeadLetterDesk(
+            self.journal,
+            self.tasks,
+            frozenset(runtime.models),
+            tier_target_s=runtime.tier_target_s,
+            task_timeout_s=tasks.timeout_s,
+            clock=runtime.clock,
+        )
+        return (
+            Part(self.engine.start, self.engine.drain),
+            Part(self._restore_tasks),
+            Part(self._watch),
+            Part(self._open_faces, self._close_faces),
+            Part(partial(self.listen_for_operators, desk, outbox)),
+            Part(self.tasks.send_restored),
+            Part(self._say_where),
+        )
+
+    def _restore_tasks(self) -> None:
+        targets = self.runtime.tier_target_s
+
+        def place_of(tier: int, now: float) -> float:
+            return now + targets[min(tier, len(targets) - 1)]
+
+        self._restored = self.tasks.restore(frozenset(self.runtime.models), place_of)
+
+    def _watch(self) -> None:
+        runtime = self.runtime
         if self.admission.credentials is not None:
             watch_key_file(runtime, self.admission.credentials)
-        fill = FillWatch(tasks.stored_bytes_max)
+        fill = FillWatch(runtime.settings.tasks.stored_bytes_max)
         runtime.do_every(LOOK_S, lambda: fill.look(self.journal.unread_bytes, runtime.clock()))
+
+    async def _open_faces(self) -> None:
         await self.faces.start(self.listening, self.check_ready)
         self.port = self.faces.port
-        await self.listen_for_operators(
-            DeadLetterDesk(
-                self.journal,
-                self.tasks,
-                named,
-                tier_target_s=targets,
-                task_timeout_s=tasks.timeout_s,
-                clock=runtime.clock,
-            ),
-            outbox,
-        )
-        self.tasks.send_restored()
-        if not tasks.journal:
-            logger.warning("the journal is off: tasks are kept in memory only and do not survive this process")
-        facts = {"models": list(named), "slots": self.serving.slots_total(), "restored_tasks": restored}
-        where = (gateway.host, self.port, gateway.admin_host, self.admin_port)
-        logger.info("serving on %s:%d, admin on %s:%d", *where, extra={"fields": facts})
 
-    async def drain(self) -> None:
-        """Stop taking new work, finish the old, leave. Every step may rely on those before it."""
-        logger.info("draining")
-        self.runtime.draining = True  # readiness turns false
+    async def _close_faces(self) -> None:
         await self.faces.stop_accepting()  # waiting tasks stay in the journal
         self.serving.hurry()
         await self.faces.drain()
-        await self.engine.drain()  # batches of tasks
-        await self.close()
-        logger.info("drained")
+
+    def _say_where(self) -> None:
+        if not self.runtime.settings.tasks.journal:
+            logger.warning("the journal is off: tasks are kept in memory only and do not survive this process")
+        slots = self.serving.slots_total()
+        facts = {"models": list(self.runtime.models), "slots": slots, "restored_tasks": self._restored}
+        gateway = self.runtime.settings.gateway
+        where = (gateway.host, self.port, gateway.admin_host, self.admin_port)
+        logger.info("serving on %s:%d, admin on %s:%d", *where, extra={"fields": facts})
 
     def _make_tasks(self, serving: Serving) -> Tasks:
         tasks = self.runtime.settings.tasks

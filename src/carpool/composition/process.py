@@ -4,9 +4,9 @@ import logging
 import socket
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
-from typing import ClassVar, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import msgspec
 
@@ -16,6 +16,7 @@ from carpool.composition.runtime import Runtime
 from carpool.composition.serving import Serving
 from carpool.composition.tracking import look_up_ended, start_tracking
 from carpool.core.clock import Clock, monotonic
+from carpool.core.defaults import do_nothing
 from carpool.core.events import Events
 from carpool.core.live import LaneWaiting
 from carpool.core.names import Role
@@ -34,6 +35,13 @@ from carpool.tracking.recorder import Recorder
 from carpool.upstream.fleet import Endpoints
 
 logger = logging.getLogger("carpool")
+
+
+class Part(NamedTuple):
+    """A part of a process: what starts it, and what ends its work."""
+
+    start: Callable[[], Awaitable[None] | None]
+    drain: Callable[[], Awaitable[None] | None] = do_nothing
 
 
 class Panel(Protocol):
@@ -70,6 +78,7 @@ class Process(ABC):
         self.port = 0
         self.admin_port = 0
         self.serving: Serving
+        self._parts: Sequence[Part] = ()
         # None: nothing is kept of what became of requests.
         self.tracking: Recorder | None = None
         self.watch = Watch(self.runtime, self.snapshot, self.lanes, self.role, None if panel is None else panel.state)
@@ -80,13 +89,27 @@ class Process(ABC):
         """What happens to requests, for those who subscribe before the start."""
         return self.runtime.events
 
-    @abstractmethod
     async def start(self) -> None:
-        """Plug the stages together, from the back to the front, and listen."""
+        """Start the parts, from the back to the front: the last ones let clients and operators in."""
+        self.tracking = await start_tracking(self.runtime)  # it subscribes before there are requests
+        self._parts = await self.plug()
+        for part in self._parts:
+            if (starting := part.start()) is not None:
+                await starting
+
+    async def drain(self) -> None:
+        """Stop taking new work, finish the old, leave: the front first, so that each part may rely on those behind."""
+        logger.info("draining")
+        self.runtime.draining = True  # readiness turns false
+        for part in reversed(self._parts):
+            if (draining := part.drain()) is not None:
+                await draining
+        await self.close()
+        logger.info("drained")
 
     @abstractmethod
-    async def drain(self) -> None:
-        """Stop taking new work, finish the old, leave. Every step may rely on those before it."""
+    async def plug(self) -> Sequence[Part]:
+        """Make the parts of this role, in the order in which they start. They drain in the reverse order."""
 
     @abstractmethod
     def expire(self) -> None:
@@ -112,10 +135,6 @@ class Process(ABC):
         else:
             look_up = partial(look_up_ended, tracking.store, request_id)
             self.find_request(request_id, lambda found: self.runtime.in_background(look_up(found, answer)))
-
-    async def begin(self) -> None:
-        """What every role does before anything else: whoever wants to know of requests subscribes."""
-        self.tracking = await start_tracking(self.runtime)
 
     def lanes(self) -> list[LaneWaiting]:
         """The lanes in which requests wait in this process, for the live page."""
