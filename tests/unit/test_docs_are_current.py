@@ -56,3 +56,14 @@ def test_a_page_names_metrics_that_there_are(page: Path) -> None:
     tables = {"carpool_requests", "carpool_batches"} if page.name in ("tracking.md", "observe.md") else set()
     whole = {metric.name for metric in METRICS} if page.name == "metrics.md" else set()
     assert named_in(page) <= SHOWN | families | tables | whole
+
+
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/life-of-a-request.md"])
+def test_a_page_names_files_that_there_are(page: str) -> None:
+    root = DOCS.parent
+    files = [
+        f"/{path.relative_to(root)}" for ending in ("py", "lua", "toml") for path in root.glob(f"[!.]*/**/*.{ending}")
+    ]
+    named = set(re.findall(r"`([\w/]+\.(?:py|lua))`", (root / page).read_text(encoding="utf-8")))
+    assert named
+    assert [name for name in sorted(named) if not any(path.endswith(f"/{name}") for path in files)] == []

@@ -1,0 +1,20 @@
+"""Defaults for callables that a constructor may be given. They have names, so that a trace says what was called."""
+
+
+def do_nothing(*given: object) -> None:
+    """Nobody wants to know."""
+
+
+def no(*given: object) -> bool:
+    """It never is."""
+    return False
+
+
+def yes(*given: object) -> bool:
+    """It always is."""
+    return True
+
+
+def one() -> int:
+    """This process alone."""
+    return 1
