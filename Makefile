@@ -91,9 +91,8 @@ format: setup ## rewrite the code in the one format
 	@$(BIN)/ruff format .
 	@$(BIN)/ruff check --fix .
 
-docs: setup ## write the generated pages and the dashboard again
+docs: setup ## write the generated pages again
 	@$(BIN)/python -m carpool.tools.docs
-	@$(BIN)/python -m carpool.tools.dashboard
 
 # Generated code is not edited: the messages' descriptors, for reflection and for tests.
 PROTOS := src/carpool/face/grpc/protos
