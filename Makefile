@@ -57,14 +57,10 @@ test: setup redis curl ## every check: ruff, mypy, import-linter, pytest
 	@$(MAKE) --no-print-directory -j 2 lint pytest
 
 # One process compiles the tests first: in a fresh checkout each worker would do it again, half a minute of a core each.
-# What fails beside others is run again by itself, twice at most, and told: a machine that stands still for seconds breaks what waits for
-# several processes. What fails alone too is broken. (1: some tests failed; anything else is no matter of chance.)
+# What fails is broken: nothing is run again.
 pytest: setup redis curl
 	@$(BIN)/python -m pytest --collect-only -q >/dev/null || true
-	@failed=0; $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --maxfail 12 || failed=$$?; \
-	for time in once twice; do test $$failed -eq 1 || exit $$failed; \
-		echo "failed beside others; $$time more, alone:"; failed=0; \
-		$(BIN)/python -m pytest --last-failed --last-failed-no-failures none --maxfail 3 || failed=$$?; done; exit $$failed
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --maxfail 12
 
 postgresql: ## install Debian's postgresql if there is none
 	@test -n "$$(ls /usr/lib/postgresql/*/bin/postgres 2>/dev/null)" || { $(call install,postgres,postgresql); }
