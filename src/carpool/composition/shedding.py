@@ -59,7 +59,7 @@ class Ticks:
         self._then = clock()
 
     def tick(self) -> None:
-        """To be called every DOOR_TICK_S, or so."""
+        """To be called every SHEDDER_TICK_S, or so."""
         now = self._clock()
         seconds, self._then = max(now - self._then, SHEDDER_TICK_S / 10), now
         for shedder in self._shedders.values():

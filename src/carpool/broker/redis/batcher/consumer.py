@@ -190,7 +190,7 @@ class Consumer:
         self.unreadable = 0
 
     def __repr__(self) -> str:
-        return f"<Feed taken={self.taken} claimed={self.claimed} leases={len(self._leases)}>"
+        return f"<Consumer taken={self.taken} claimed={self.claimed} leases={len(self._leases)}>"
 
     def start(self) -> None:
         """Listen to the wakeups and begin to take."""

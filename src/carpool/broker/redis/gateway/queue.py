@@ -454,9 +454,9 @@ class RedisQueue:
         if refused and added.failure is None:  # the script has counted them
             self._steps.count_again(shard, [enqueue_batch.field for enqueue_batch in refused])
         for enqueue_batch in enqueue_batches:
-            self._parcel_added(enqueue_batch, added.failure)
+            self._batch_added(enqueue_batch, added.failure)
 
-    def _parcel_added(self, enqueue_batch: EnqueueBatch, failure: RedisFailure | None) -> None:
+    def _batch_added(self, enqueue_batch: EnqueueBatch, failure: RedisFailure | None) -> None:
         for request, entry_id in zip(enqueue_batch.requests, enqueue_batch.entry_ids, strict=True):
             if request.held_by is not enqueue_batch:
                 continue

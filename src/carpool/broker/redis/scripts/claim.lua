@@ -47,7 +47,7 @@ local function is_for_others(lease, model)
 end
 
 -- Whether it may come.
-local function has_seat(facts, delivery, company, is_alone)
+local function has_place(facts, delivery, company, is_alone)
   local model = facts.model
   if company == 0 then
     given_up = given_up + 1
@@ -89,7 +89,7 @@ local function claim(facts)
       local delivery = deliveries_of(lease) + 1
       local company = company_of(delivery)
       if not is_for_others(lease, facts.model) then
-        if has_seat(facts, delivery, company, delivery < 2 and goes_alone(lease)) then
+        if has_place(facts, delivery, company, delivery < 2 and goes_alone(lease)) then
           ids[#ids + 1] = lease[1]
           deliveries[lease[1]] = lease[4] + 1
         elseif company > 0 and company < company_max then
