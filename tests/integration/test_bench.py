@@ -1,9 +1,7 @@
 """The load generator against a small server whose every answer the test decides."""
 
 import asyncio
-import os
 import signal
-import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -18,11 +16,8 @@ from carpool.cli.bench import bench
 from carpool.tools.bench.run import BenchOptions, drive, resolve, segments_from
 from carpool.tools.bench.tally import Report
 from carpool.tools.bench.tiers import TierLoad
-from support.processes import PATIENCE_S
+from support.processes import PATIENCE_S, carpool, telling, until
 from support.stream_server import stream_server
-
-# The command by itself, as the application registers it.
-COMMAND = "import typer; from carpool.cli.bench import bench; app = typer.Typer(); app.command()(bench); app()"
 
 
 class Exchange:
@@ -412,22 +407,9 @@ async def test_a_task_that_is_not_accepted_is_an_error(gateway: FakeGateway) -> 
     assert report.status == {"200": 30} and report.errors == 30 and report.ok == 0
 
 
-async def start(*arguments: str) -> asyncio.subprocess.Process:
-    return await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-c",
-        COMMAND,
-        *arguments,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        env={**os.environ, "COLUMNS": "100"},
-    )
-
-
-async def command(*arguments: str) -> tuple[int | None, str, str]:
-    process = await start(*arguments)
-    out, err = await asyncio.wait_for(process.communicate(), PATIENCE_S)
-    return process.returncode, out.decode(), err.decode()
+async def command(*arguments: str) -> tuple[int, str, str]:
+    done = await asyncio.to_thread(lambda: carpool("bench", *arguments, cwd=None, COLUMNS="100"))
+    return done.returncode, done.stdout, done.stderr
 
 
 SMALL = ("--rate", "100", "--duration", "300ms", "--connections", "5", "--payload-bytes", "100")
@@ -513,11 +495,11 @@ async def test_an_interrupt_prints_the_report_so_far(gateway: FakeGateway, tmp_p
 
     gateway.behaviour = count
     file = tmp_path / "report.json"
-    process = await start(gateway.url, "--rate", "100", "--duration", "1m", "--json", str(file))
-    await asyncio.wait_for(under_way.wait(), PATIENCE_S)
-    process.send_signal(signal.SIGINT)
-    out, _ = await asyncio.wait_for(process.communicate(), PATIENCE_S)
-    assert process.returncode == 130
-    assert "latency p50" in out.decode()
+    with telling("bench", gateway.url, "--rate", "100", "--duration", "1m", "--json", str(file)) as (process, told):
+        await asyncio.wait_for(under_way.wait(), PATIENCE_S)
+        process.send_signal(signal.SIGINT)
+        await until(lambda: process.poll() is not None)
+        assert process.returncode == 130
+        assert "latency p50" in told.read()
     written = msgspec.json.decode(file.read_bytes())
     assert 0 < written["ok"] <= written["sent"] < 6000

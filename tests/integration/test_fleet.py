@@ -2,8 +2,6 @@
 
 import asyncio
 import re
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from datetime import datetime
@@ -14,7 +12,8 @@ import pytest
 
 from support.checker import Checker
 from support.client import ask_once
-from support.processes import PATIENCE_S, GatewayProcess, running_gateway, until
+from support.forks import Started
+from support.processes import PATIENCE_S, GatewayProcess, running_gateway, telling, until
 from support.redis_servers import free_port
 from support.scenarios.resilience import QUICK, Load
 from support.upstreams import ScriptedUpstream, scripted_upstream
@@ -23,19 +22,12 @@ HEALTH = {"upstream.health_interval_s": 0.3}
 
 
 @contextmanager
-def sim_gpu(port: int) -> Iterator[tuple[subprocess.Popen[str], int]]:
+def sim_gpu(port: int) -> Iterator[tuple[Started, int]]:
     """One `carpool sim-gpu` with one GPU of 10 ms, and its port."""
-    command = [sys.executable, "-m", "carpool", "sim-gpu", "--workers", "1", "--latency-ms", "10", "--port", str(port)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    try:
-        found = re.search(r":(\d+)/infer", process.stdout.readline())
+    with telling("sim-gpu", "--workers", "1", "--latency-ms", "10", "--port", str(port)) as (process, told):
+        found = re.search(r":(\d+)/infer", told.readline())
         assert found is not None
         yield process, int(found[1])
-    finally:
-        process.kill()
-        process.wait(PATIENCE_S)
-        process.stdout.close()
 
 
 async def states(gateway: GatewayProcess) -> dict[int, str]:

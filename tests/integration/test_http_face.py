@@ -612,7 +612,9 @@ def test_single_requests(idle: GatewayProcess, gpu: HeldGpu) -> None:
 
 def test_sigterm_answers_what_was_received(tmp_path: Path, gpu: HeldGpu) -> None:
     with serving(tmp_path, gpu.url, "--slots", "4", settings={"gateway.drain_grace_s": 3, **PATIENT}) as gateway:
-        with Peer(gateway.port) as pipelined, Peer(gateway.port) as single, Peer(gateway.port) as silent:
+        kept = Peer(gateway.port)
+        with Peer(gateway.port) as pipelined, Peer(gateway.port) as single, Peer(gateway.port) as silent, kept:
+            assert not kept.ask("GET", "/openapi.json").is_last
             pipelined.send(request_bytes("POST", "/v1/inference", b'{"input":"ab"}') * 50)
             single.send(request_bytes("POST", "/v1/inference", b'{"input":"ab"}'))
             # Of one connection, 32 at a time.
@@ -620,11 +622,12 @@ def test_sigterm_answers_what_was_received(tmp_path: Path, gpu: HeldGpu) -> None
             gateway.terminate()
             assert eventually(lambda: ask(gateway.admin_port, "GET", "/internal/ready").status == 503)
             with Peer(gateway.port) as late:
-                late.send(request_bytes("POST", "/v1/inference", b'{"input":"ab"}'))
-                assert eventually(lambda: metric(gateway, "carpool_held_requests") == 34)
+                for each in (late, kept):
+                    each.send(request_bytes("POST", "/v1/inference", b'{"input":"ab"}'))
+                assert eventually(lambda: metric(gateway, "carpool_held_requests") == 35)
                 gpu.release()
-                answer = late.read()
-            assert (answer.status, answer.is_last) == (200, True)
+                answers = [late.read(), kept.read()]
+            assert [(answer.status, answer.is_last) for answer in answers] == [(200, True)] * 2
             flags = [(response.json["output"], response.is_last) for response in (pipelined.read() for _ in range(50))]
             assert flags == [("ba", False)] * 49 + [("ba", True)]
             assert single.read().is_last

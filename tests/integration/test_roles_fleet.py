@@ -5,8 +5,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
@@ -16,6 +14,7 @@ import redis.asyncio
 
 from carpool.core.snapshot import FleetState, Health
 from support.client import ask_once, inference_body
+from support.forks import Started, fork_carpool
 from support.processes import CLEAN_ENVIRONMENT, PATIENCE_S, carpool, until
 from support.redis_servers import RedisServer
 
@@ -28,7 +27,7 @@ _STARTED = re.compile(r'"process (\d) of 2 started", "pid": (\d+)')
 class Running:
     """One `carpool` process and its log."""
 
-    def __init__(self, process: "subprocess.Popen[bytes]", log: Path) -> None:
+    def __init__(self, process: Started, log: Path) -> None:
         self.process = process
         self.log = log
 
@@ -47,9 +46,9 @@ class Running:
 
 
 def start(command: list[str], log: Path, environment: dict[str, str]) -> Running:
-    line = [sys.executable, "-m", "carpool", *command, "--port", "0", "--log-format", "json"]
     with log.open("wb") as output:
-        return Running(subprocess.Popen(line, stdout=output, stderr=output, env=environment, cwd=log.parent), log)
+        line = [*command, "--port", "0", "--log-format", "json"]
+        return Running(fork_carpool(line, output.fileno(), output.fileno(), environment, log.parent), log)
 
 
 @asynccontextmanager

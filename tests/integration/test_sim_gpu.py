@@ -2,7 +2,6 @@
 
 import asyncio
 import errno
-import json
 import os
 import re
 import signal
@@ -10,11 +9,9 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from io import BytesIO
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +23,10 @@ from carpool.face.http.server import HttpServer
 from carpool.settings import Settings
 from carpool.tools.sim_gpu import PORTS_OF_SERVERS, CannotListenError, GpuFleet, serve_gpus
 from carpool.upstream.simulated import SimulationSettings
+from support.forks import Started
 from support.gateway import eventually
-from support.processes import PATIENCE_S, until
+from support.processes import PATIENCE_S, carpool, telling, until
 from support.redis_servers import free_port
-
-SIM_GPU = [sys.executable, "-m", "carpool", "sim-gpu"]
 
 
 @asynccontextmanager
@@ -229,18 +225,13 @@ def _accepts(port: int) -> bool:
 
 
 @contextmanager
-def sim_gpu(*flags: str) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
+def sim_gpu(*flags: str) -> Iterator[tuple[Started, list[int]]]:
     """`carpool sim-gpu` and its ports; whatever happens, it is gone afterwards."""
-    process = subprocess.Popen([*SIM_GPU, "--port=0", *flags], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    with process, process.stdout:
-        try:
-            line = process.stdout.readline()
-            ports = re.search(r"http://127\.0\.0\.1:(\d+)(?:-(\d+))?/infer", line)
-            assert ports, line
-            yield process, list(range(int(ports[1]), int(ports[2] or ports[1]) + 1))
-        finally:
-            process.kill()
+    with telling("sim-gpu", "--port=0", *flags) as (process, told):
+        line = told.readline()
+        ports = re.search(r"http://127\.0\.0\.1:(\d+)(?:-(\d+))?/infer", line)
+        assert ports, line
+        yield process, list(range(int(ports[1]), int(ports[2] or ports[1]) + 1))
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -257,7 +248,7 @@ def test_a_taken_port_is_one_clear_line_and_exit_2() -> None:
         holder.bind(("127.0.0.1", 0))
         holder.listen()
         port = holder.getsockname()[1]
-        ended = subprocess.run([*SIM_GPU, f"--port={port}"], capture_output=True, text=True, timeout=PATIENCE_S)
+        ended = carpool("sim-gpu", f"--port={port}")
     assert ended.returncode == 2
     assert ended.stdout == ""
     assert ended.stderr == f"carpool sim-gpu: cannot listen on 127.0.0.1:{port}: address already in use\n"
@@ -274,7 +265,7 @@ def test_a_taken_port_is_one_clear_line_and_exit_2() -> None:
     ],
 )
 def test_a_bad_option_is_one_clear_line_and_exit_2(flags: list[str], named: str) -> None:
-    ended = subprocess.run([*SIM_GPU, *flags], capture_output=True, text=True, timeout=PATIENCE_S)
+    ended = carpool("sim-gpu", *flags)
     assert ended.returncode == 2
     assert named in ended.stderr
     assert ended.stderr.count("\n") == 1
@@ -347,23 +338,3 @@ def test_the_banner_shows_lines_that_can_be_copied(capsys: pytest.CaptureFixture
     for address in ("http://127.0.0.1:8001/internal/health", "http://127.0.0.1:9000/stats"):
         assert address in shown
     assert "Ctrl-C" in shown
-
-
-def test_the_demo_answers_shows_its_banner_and_ends_with_its_gpus() -> None:
-    command = [sys.executable, "-m", "carpool", "demo", "--port=0", "--gpu-port=0", "--workers=2"]
-    with subprocess.Popen([*command, "--latency-ms=20"], stdout=subprocess.PIPE, text=True) as demo:
-        assert demo.stdout is not None
-        try:
-            # Up to the last line of the banner, or the end of a demo that failed.
-            banner = "".join(takewhile(lambda line: "Ctrl-C" not in line, demo.stdout))
-            base = re.findall(r"Carpool is ready: (http://127\.0\.0\.1:\d+),", banner)[0]
-            gpu_port = int(re.findall(r":(\d+)/stats", banner)[0])
-            asked = urllib.request.Request(f"{base}/v1/inference", data=b'{"input":"abc"}')
-            asked.add_header("Content-Type", "application/json")
-            with urllib.request.urlopen(asked, timeout=PATIENCE_S) as answer:
-                assert json.loads(answer.read())["output"] == "cba"
-            demo.terminate()
-            assert demo.wait(PATIENCE_S) == 0
-            assert not _accepts(gpu_port)
-        finally:
-            demo.kill()
