@@ -160,16 +160,6 @@ async def test_swapped_answers_are_wrong(gateway: FakeGateway) -> None:
     assert not report.clean
 
 
-async def test_refusals_are_errors_by_status(gateway: FakeGateway) -> None:
-    async def shed(exchange: Exchange) -> bytes | None:
-        return respond(b"{}", 503) if exchange.number % 3 == 0 else await right(exchange)
-
-    gateway.behaviour = shed
-    report = await load(gateway)
-    assert report.status == {"200": 40, "503": 20}
-    assert (report.ok, report.errors) == (40, 20)
-
-
 async def test_each_tier_sends_its_key_and_has_its_figures(gateway: FakeGateway) -> None:
     async def shed_without_a_key(exchange: Exchange) -> bytes | None:
         if b"Authorization: Bearer cp_paid\r\n" in exchange.head:
@@ -199,9 +189,9 @@ async def test_a_refused_request_is_sent_again_when_it_was_told_to(gateway: Fake
     report = await load(gateway, rate=50, retries=3)
     assert (report.ok, report.errors, report.retries) == (15, 0, 15)
     assert all(len(times) == 2 and times[1] - times[0] > 0.95 for times in asked.values())
-    # A client's time goes on while it waits for its turn; a refusal is told at once.
+    # A client's time goes on while it waits for its turn; a refusal is told without that.
     assert report.latency_ms.p50 is not None and report.latency_ms.p50 > 950
-    assert report.refusal_ms.p50 is not None and report.refusal_ms.p50 < 950
+    assert report.refusal_ms.p50 is not None and report.refusal_ms.p50 < report.latency_ms.p50
 
 
 @pytest.mark.parametrize(("more", "times"), [({"retries": 2}, 3), ({"retries": 2, "timeout_s": 0.5}, 1), ({}, 1)])
@@ -279,25 +269,6 @@ async def test_a_request_lost_in_the_middle_of_its_answer_is_an_error(gateway: F
     assert set(report.status) <= {"200", "closed", "reset"}
     # Nothing was sent a second time.
     assert gateway.requests == report.sent
-
-
-@pytest.mark.parametrize(
-    ("answer", "kind"),
-    [
-        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", "chunked"),
-        (b"SSH-2.0-nonsense\r\n\r\n", "malformed"),
-        (b"HTTP/1.1 200 OK\r\n\r\nno length", "malformed"),
-        (b"x" * 70_000, "malformed"),
-        (respond(b"{}", 500) * 2, "malformed"),
-    ],
-)
-async def test_answers_that_cannot_be_read_are_errors(gateway: FakeGateway, answer: bytes, kind: str) -> None:
-    async def broken(exchange: Exchange) -> bytes | None:
-        return answer
-
-    gateway.behaviour = broken
-    report = await load(gateway, rate=50)
-    assert report.status == {kind: 15}
 
 
 async def test_an_answer_that_comes_twice_is_an_error(gateway: FakeGateway) -> None:

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from support.upstreams import ScriptedUpstream, scripted_upstream, send
 CANARY = "canary-of-the-api"
 WORDS = json.dumps({"detail": CANARY}).encode()
 FIELDS = {"type": "missing", "loc": ["body", "texts"], "msg": CANARY, "input": {"inputs": [CANARY]}}
-LOOK_AT = {404: "the path", 401: "upstream.token_file", 500: "own log", 422: "upstream.inputs_field"}
+LOOK_AT = {401: "upstream.token_file", 500: "own log", 422: "upstream.inputs_field"}
 
 
 class Refusing(ScriptedUpstream):
@@ -39,9 +38,7 @@ async def ask(port: int, name: str, headers: str = "") -> Any:
     return await ask_once(port, "POST", "/v1/inference", inference_body(name), f"X-Request-Id: {name}\r\n{headers}")
 
 
-@pytest.mark.parametrize(
-    ("status", "broker"), [*product([404, 401, 500, 422], ["embedded"]), *product([500, 422], ["redis"])]
-)
+@pytest.mark.parametrize(("status", "broker"), [(401, "embedded"), (422, "embedded"), (500, "redis")])
 async def test_what_the_api_does_is_said_and_nobody_is_blamed(tmp_path: Path, status: int, broker: Broker) -> None:
     async with (
         scripted_upstream(Refusing(status)) as upstream,
@@ -93,7 +90,7 @@ async def test_what_the_api_does_is_said_and_nobody_is_blamed(tmp_path: Path, st
 
 @pytest.mark.parametrize("broker", ["embedded", "redis"])
 async def test_a_task_that_nobody_answers_in_its_time_is_a_letter(tmp_path: Path, broker: Broker) -> None:
-    settings = {"tasks.timeout_s": 6}
+    settings = {"tasks.timeout_s": 4}
     async with (
         scripted_upstream(Refusing(404)) as upstream,
         stage(tmp_path, ["--upstream", upstream.url], broker, settings) as on,

@@ -29,11 +29,9 @@ CLIENT_OF = {OLD_CA: "client", NEW_CA: "forged-client"}
 RESPONSE = b"\x2a\x0d\x0a\x01y\x12\x04INT8\x1a\x02\x01\x01\x32\x01\x07"
 
 
-@pytest.fixture(scope="module")
-def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
-    made = Certificates(tmp_path_factory.mktemp("certificates"))
-    made.make(SERVER_OF[NEW_CA], NEW_CA, "subjectAltName=DNS:localhost,IP:127.0.0.1")
-    return made
+@pytest.fixture(scope="module", autouse=True)
+def server_of_the_new_authority(certificates: Certificates) -> None:
+    certificates.make(SERVER_OF[NEW_CA], NEW_CA, "subjectAltName=DNS:localhost,IP:127.0.0.1")
 
 
 class Upstream:

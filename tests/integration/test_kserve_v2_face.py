@@ -13,7 +13,7 @@ import pytest
 
 from carpool.tools.sim_gpu import GpuFleet
 from support.client import Response
-from support.gateway import Peer, ask, eventually, metric, request_bytes, serving
+from support.gateway import ask, serving
 from support.processes import PATIENCE_S, GatewayProcess, carpool
 from support.tensor_gpu import CONFIGURATION, tensor_gpu
 
@@ -128,27 +128,6 @@ def test_a_call_of_many_rows_takes_as_many_seats(gateway: GatewayProcess, gpu: G
     assert after.largest_batch <= 64
 
 
-@pytest.mark.parametrize(
-    ("head", "tail", "says"),
-    [
-        ({"inputs": []}, b"", "tensors"),
-        ({"inputs": [{"name": "T", "datatype": "FP8", "shape": [1], "data": [1]}]}, b"", "FP32"),
-        ({"inputs": [{"name": "T", "datatype": "FP32", "shape": [2], "data": [1]}]}, b"", "elements"),
-        ({"inputs": [{"name": "T", "datatype": "FP32", "shape": [1], "data": ["x"]}]}, b"", "FP32"),
-        ({"inputs": [{"name": "T", "datatype": "UINT8", "shape": [1], "data": [256]}]}, b"", "UINT8"),
-        ({"inputs": [{"name": "T", "datatype": "FP32", "shape": [0, 1], "data": []}]}, b"", "rows"),
-        ({"inputs": [raw("T", "BYTES", [1], b"\xff\xff\xff\xff")]}, b"\xff\xff\xff\xff", "length"),
-        ({"inputs": [raw("T", "FP32", [1], b"1234")]}, b"12345", "binary_data_size"),
-        ({"inputs": [raw("T", "FP32", [1], b"1234")], "outputs": [{"name": "Z"}]}, b"1234", "asked for"),
-    ],
-)
-def test_bad_input_is_refused_in_the_protocols_form(
-    gateway: GatewayProcess, head: dict[str, Any], tail: bytes, says: str
-) -> None:
-    answer = infer(gateway, head, tail)
-    assert answer.status == 400 and says in answer.json["error"] and list(answer.json) == ["error"]
-
-
 def test_other_errors_have_the_form_too(gateway: GatewayProcess) -> None:
     good = {"inputs": [{"name": "T", "datatype": "FP32", "shape": [1], "data": [1]}]}
     for method, target, status, says in (
@@ -185,16 +164,6 @@ def test_one_bad_row_fails_its_call_and_nobody_elses(gateway: GatewayProcess) ->
     refused = call("a", POISON, "b")
     assert refused.status == 422 and list(refused.json) == ["error"]
     assert call("a", "b").json["outputs"][0]["data"] == ["a", "b"]
-
-
-def test_a_client_that_leaves_takes_all_its_rows_along(gateway: GatewayProcess) -> None:
-    texts = [f"left {number}" for number in range(300)]
-    head = json.dumps({"inputs": [{"name": "T", "datatype": "BYTES", "shape": [300], "data": texts}]}).encode()
-    before = metric(gateway, 'carpool_requests_total{outcome="client-left"}')
-    with Peer(gateway.port) as peer:
-        peer.send(request_bytes("POST", INFER, head))
-    assert eventually(lambda: metric(gateway, "carpool_held_requests") == 0)
-    assert metric(gateway, 'carpool_requests_total{outcome="client-left"}') >= before
 
 
 def test_octets_both_ways(gateway: GatewayProcess) -> None:

@@ -39,7 +39,7 @@ SCHEMATHESIS_S_MAX = 300
 # Not: missing_test_data. Whether there is a dead letter with an id drawn by chance says nothing of the document.
 DOCUMENT_WARNINGS = "missing_auth,base_url_mismatch,validation_mismatch,missing_deserializer,unresolvable_reference"
 # Of each operation.
-EXAMPLES = settings().max_examples // 4
+EXAMPLES = settings().max_examples // 8
 
 
 @pytest.fixture(scope="module")

@@ -7,12 +7,9 @@ from collections import Counter
 from pathlib import Path
 from random import Random
 
-import pytest
-
 from carpool.admission.leases import leased_max, slack
 from carpool.admission.shared_limits import SharedLimits
 from carpool.broker.redis.client.link import RedisFailure
-from carpool.broker.redis.client.nodes import Nodes
 from carpool.broker.redis.gateway.rates import RedisRateBudget
 from carpool.broker.redis.keys import Keys
 from carpool.broker.redis.redis_ops import TICKS_A_SECOND, RedisOps
@@ -101,64 +98,6 @@ class TestScript:
             limits.close()
 
 
-class Gateways:
-    """Some gateways' limits on one Redis."""
-
-    def __init__(self, nodes: Nodes, number: int) -> None:
-        keys = new_keys()
-        self.door = LoadShedder(monotonic)
-        self.all = [
-            SharedLimits(
-                RedisRateBudget(RedisOps(nodes, keys), b"g%d" % each), is_reachable=lambda: True, sharers=lambda: number
-            )
-            for each in range(number)
-        ]
-        for limits in self.all:
-            limits.start()
-
-    async def close(self) -> None:
-        await until(lambda: not self.door.waiting)
-        for limits in self.all:
-            limits.close()
-
-
-@pytest.mark.parametrize(("gateways", "per_minute", "burst"), [(2, 6000, 10), (8, 60, 1), (8, 6000, 100)])
-class TestOneBudget:
-    async def test_ten_times_the_limit(
-        self, redis_server: RedisServer, gateways: int, per_minute: int, burst: int
-    ) -> None:
-        async with connected(redis_server.url) as nodes:
-            fleet, caller, began = Gateways(nodes, gateways), limited(per_minute, burst), monotonic()
-            sent = 0
-            while (passed_s := monotonic() - began) < 3.0:
-                while sent < passed_s * per_minute / 6:
-                    fleet.door.knock(fleet.all[sent % gateways], caller)
-                    sent += 1
-                await asyncio.sleep(0.003)
-            await fleet.close()
-            passed_s = monotonic() - began
-            came_in = len(fleet.door.came_in)
-            assert came_in <= per_minute * passed_s / 60 + burst + 0.05 * per_minute
-            assert came_in >= min(per_minute * 3.0 / 60, sent) * 0.9  # and what is its own it gets
-            # A flood does not become one of Redis: at most once for each place, at each gateway, and for leases.
-            assert sum(limits.asks for limits in fleet.all) <= gateways * (came_in + 10 * passed_s)
-
-    async def test_99_per_cent_of_the_limit(
-        self, redis_server: RedisServer, gateways: int, per_minute: int, burst: int
-    ) -> None:
-        async with connected(redis_server.url) as nodes:
-            fleet, caller, began = Gateways(nodes, gateways), limited(per_minute, burst), monotonic()
-            sent, due = 0, began
-            while monotonic() - began < 3.0:
-                await asyncio.sleep(max(0.0, due - monotonic()))
-                fleet.door.knock(fleet.all[sent % gateways], caller)
-                sent += 1
-                due = monotonic() + 60 / per_minute / 0.99
-            await fleet.close()
-            assert fleet.door.refused == []
-            assert len(fleet.door.came_in) == sent
-
-
 async def infer(connection: Connection, text: str = "x", headers: str = "") -> Response:
     return await connection.ask("POST", "/v1/inference", inference_body(text), JSON + headers)
 
@@ -194,14 +133,6 @@ class TestClients:
             assert {poll.status for poll in polls} == {200}
             assert (await connection.ask("DELETE", task.headers["location"])).status == 204
             await connection.close()
-
-    async def test_another_address_has_its_own(self, tmp_path: Path) -> None:
-        settings = {"limits.anonymous": 1}
-        async with running_gateway(tmp_path, "sim:?latency_ms=1", settings=settings) as gateway:
-            assert [await statuses_from(source, gateway, 2) for source in ("127.0.0.2", "127.0.0.3")] == [
-                {200: 1, 429: 1},
-                {200: 1, 429: 1},
-            ]
 
     async def test_strangers_have_no_limit_unless_one_is_set(self, tmp_path: Path) -> None:
         settings = {"limits.per_minute": 1, "limits.burst": 1, "limits.concurrent": 1}

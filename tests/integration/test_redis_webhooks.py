@@ -9,7 +9,6 @@ from typing import Any
 from support.client import ask_once
 from support.processes import GatewayProcess, running_role, until
 from support.redis_servers import RedisServer
-from support.scenarios.webhooks import kill_one_of_two
 from support.upstreams import answer_bytes
 from support.webhooks import JSON, Receiver, allowing, condition, receiver, submit, submit_many
 
@@ -73,15 +72,6 @@ async def test_delivers_lists_and_sends_again(tmp_path: Path, redis_server: Redi
         assert hooks.ids == {task: 1} | dict.fromkeys(tasks, 2)
 
 
-async def test_a_task_that_failed_tells_its_problem(tmp_path: Path, redis_server: RedisServer) -> None:
-    nobody = "http://127.0.0.1:1/infer"
-    async with receiver() as hooks, served(tmp_path, redis_server, hooks, nobody, task_timeout_s=2) as gateway:
-        await submit(gateway.port, hooks.url)
-        await until(lambda: len(hooks.came) == 1)
-        assert hooks.came[0].json["status"] == "FAILED"
-        assert hooks.came[0].json["error"]["type"].startswith("urn:carpool:error:")
-
-
 async def test_when_too_much_waits_no_more_is_accepted(tmp_path: Path, redis_server: RedisServer) -> None:
     async with receiver() as hooks, served(tmp_path, redis_server, hooks, bytes_max=1000, timeout_s=600) as gateway:
         hooks.gate.clear()
@@ -101,9 +91,3 @@ async def test_when_too_much_waits_no_more_is_accepted(tmp_path: Path, redis_ser
             return (await submit(gateway.port, hooks.url)).status == 202
 
         await until(is_accepted)
-
-
-async def test_another_gateway_delivers_what_a_dead_one_had(tmp_path: Path, redis_server: RedisServer) -> None:
-    delivered, lost, wrong = await kill_one_of_two(tmp_path, redis_server.url, tmp_path.name, 40)
-    assert (lost, wrong) == (0, 0)
-    assert delivered >= 40

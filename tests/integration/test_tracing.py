@@ -349,33 +349,6 @@ async def test_the_steps_of_a_search_belong_to_the_batch_that_was_refused(
     assert itself(refused) in links_of(poisoned)
 
 
-@pytest.mark.parametrize("ratio", [0, 1])
-async def test_refusals_are_kept_by_ratio(upstream: ScriptedUpstream, taking: Receiver, ratio: int) -> None:
-    async with running("serve", upstream, taking, tracing__sample_ratio=ratio) as process:
-        answer = await ask_once(process.port, "POST", "/v1/inference", b'{"no":"input"}')
-        unknown = await ask_once(process.port, "GET", "/canary-path", b"")
-    assert (answer.status, unknown.status) == (400, 404)
-    assert len(taking.spans) == 2 * ratio
-    if ratio:
-        malformed = one(taking.named(REQUEST))
-        assert malformed.attributes["http.response.status_code"] == 400
-        assert malformed.attributes["error.type"] == "malformed"
-        assert one(taking.named("GET")).attributes["error.type"] == "not-found"
-
-
-async def test_a_refusal_is_a_part_of_its_callers_trace(upstream: ScriptedUpstream, taking: Receiver) -> None:
-    async with running("serve", upstream, taking, tracing__sample_ratio=0) as process:
-        await ask_once(process.port, "POST", "/v1/inference", b'{"no":"input"}', ASKED)
-    assert (one(taking.spans).trace_id, one(taking.spans).parent_id) == (CALLER_TRACE, CALLER_SPAN)
-
-
-async def test_where_strangers_call_their_traces_do_not_count(upstream: ScriptedUpstream, taking: Receiver) -> None:
-    settings = {"tracing__sample_ratio": 0, "tracing__follow_callers": False}
-    async with running("serve", upstream, taking, **settings) as process:
-        await ask(process, headers=ASKED)
-    assert taking.spans == []
-
-
 async def test_neither_payloads_nor_credentials_are_in_spans(upstream: ScriptedUpstream) -> None:
     bodies: list[bytes] = []
 

@@ -24,11 +24,6 @@ CALL = UpstreamCall(b'{"inputs":["abc"]}')
 TIMEOUT_S = PATIENCE_S
 
 
-@pytest.fixture(scope="module")
-def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
-    return Certificates(tmp_path_factory.mktemp("certificates"))
-
-
 class Upstream:
     """Reverses strings, and remembers what it was shown."""
 
@@ -283,31 +278,7 @@ class TestGateway:
         assert set(upstream.clients) == {"client"}
         assert upstream.headers[0]["authorization"] == "Bearer token-1"
 
-    async def test_an_unknown_authority_is_502_and_no_hang(self, certificates: Certificates, tmp_path: Path) -> None:
-        async with listening(certificates.of_server()) as upstream:
-            url = f"https://localhost:{upstream.port}/infer"
-            async with running_gateway(tmp_path, url) as gateway:
-                assert (await ask_once(gateway.admin_port, "GET", "/internal/ready")).status == 503
-                response = await ask_once(gateway.port, "POST", "/v1/inference", inference_body("abc"))
-        assert response.status == 502  # and no 504
-        assert "its certificate is refused" in response.json["detail"]
-        assert "localhost" not in response.body.decode()
-        assert upstream.headers == []
-
-    async def test_a_unix_socket(self, tmp_path: Path) -> None:
-        socket = tmp_path / "model.sock"
-        async with (
-            listening(None, socket=socket) as upstream,
-            running_gateway(tmp_path, f"unix:{socket}:/infer") as gateway,
-        ):
-            response = await ask_once(gateway.port, "POST", "/v1/inference", inference_body("abc"))
-            gateway.terminate()
-            assert await gateway.exit_code() == 0
-        assert (response.status, response.json["output"]) == (200, "cba")
-        assert upstream.targets == ["/infer"]
-        assert "Unclosed" not in gateway.log.read_text()
-
-    @pytest.mark.parametrize("status", [400, 401, 422, 500])
+    @pytest.mark.parametrize("status", [401, 500])
     async def test_secrets_are_nowhere_to_be_seen(
         self, certificates: Certificates, tmp_path: Path, status: int
     ) -> None:

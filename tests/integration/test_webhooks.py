@@ -15,7 +15,6 @@ import pytest
 from support.client import ask_once
 from support.grpc_client import grpc_client, message
 from support.processes import PATIENCE_S, GatewayProcess, carpool, running_gateway, until
-from support.scenarios.webhooks import kill_with_webhooks_due
 from support.upstreams import answer_bytes
 from support.webhooks import JSON, OTHER_SECRET, SECRET, Receiver, allowing, condition, receiver, submit, submit_many
 
@@ -122,20 +121,6 @@ class TestDelivery:
                 await until(lambda: len(hooks.came) == 2)
                 assert not hooks.came[1].is_signed_with(SECRET) and hooks.came[1].is_signed_with(OTHER_SECRET)
 
-    async def test_a_dead_receiver_holds_up_its_own_only(self, tmp_path: Path) -> None:
-        async with receiver() as dead, receiver() as alive:
-            dead.gate.clear()
-            async with served(tmp_path, dead, alive, in_flight_max=4, host_in_flight_max=2, timeout_s=600) as gateway:
-                await submit_many(gateway.port, dead.url, 40)
-                await until(lambda: dead.in_flight == 2)
-                tasks = await submit_many(gateway.port, alive.url, 40)
-                await until(lambda: alive.ids.keys() == tasks.keys())
-                assert dead.most_in_flight == 2
-                dead.gate.set()
-                await until(lambda: len(dead.ids) == 40)
-                await until(condition(lambda: waiting(gateway), 0))
-                assert set(dead.ids.values()) == set(alive.ids.values()) == {1}
-
     async def test_when_too_much_waits_no_more_is_accepted(self, tmp_path: Path) -> None:
         async with receiver() as hooks, served(tmp_path, hooks, bytes_max=1000, timeout_s=600) as gateway:
             hooks.gate.clear()
@@ -212,11 +197,6 @@ class TestWhereNothingIsSent:
 
 
 class TestRestarts:
-    async def test_kill_9_with_webhooks_due(self, tmp_path: Path) -> None:
-        delivered, lost, wrong = await kill_with_webhooks_due(tmp_path, 60)
-        assert (lost, wrong) == (0, 0)
-        assert delivered >= 60
-
     async def test_sigterm_while_a_webhook_is_under_way_and_where_they_are_turned_off(self, tmp_path: Path) -> None:
         async with receiver() as hooks:
             hooks.gate.clear()

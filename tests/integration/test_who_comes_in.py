@@ -143,13 +143,21 @@ class TestKeys:
                 assert (unknown.status, unknown.headers["retry-after"]) == (503, "1")
                 assert await status(gateway.port, "") == 401
 
-    @pytest.mark.parametrize("mode", ["sync", "task"])
-    async def test_the_load_generator_has_one_too(self, tmp_path: Path, mode: str) -> None:
+    async def test_the_load_generator_has_one_too(self, tmp_path: Path) -> None:
         key = await keys("create", "bench", "--per-minute", "0", "--data-dir", str(tmp_path))
         file = tmp_path / "key"
         file.write_text(key + "\n")
         async with running_gateway(tmp_path, SIM, settings=KEYS) as gateway:
-            load = ("bench", f"http://127.0.0.1:{gateway.port}", "--rate", "20", "--duration", "500ms", "--mode", mode)
+            load = (
+                "bench",
+                f"http://127.0.0.1:{gateway.port}",
+                "--rate",
+                "20",
+                "--duration",
+                "500ms",
+                "--mode",
+                "task",
+            )
             given = await asyncio.to_thread(lambda: carpool(*load, cwd=None, CARPOOL_API_KEY=key))
             read = await asyncio.to_thread(lambda: carpool(*load, "--api-key-file", str(file), cwd=None))
             without = await asyncio.to_thread(lambda: carpool(*load, cwd=None))
