@@ -11,6 +11,7 @@ from carpool.upstream.client import HttpEndpoint, make_session
 from carpool.upstream.endpoint import AttemptFailedError, UpstreamCall
 from support.client import ask_once, inference_body
 from support.processes import carpool, running_gateway, until
+from support.redis_servers import RedisServer
 from support.stage import Broker, stage
 from support.upstreams import ScriptedUpstream, scripted_upstream, send
 
@@ -39,10 +40,12 @@ async def ask(port: int, name: str, headers: str = "") -> Any:
 
 
 @pytest.mark.parametrize(("status", "broker"), [(401, "embedded"), (422, "embedded"), (500, "redis")])
-async def test_what_the_api_does_is_said_and_nobody_is_blamed(tmp_path: Path, status: int, broker: Broker) -> None:
+async def test_what_the_api_does_is_said_and_nobody_is_blamed(
+    tmp_path: Path, redis_server: RedisServer, status: int, broker: Broker
+) -> None:
     async with (
         scripted_upstream(Refusing(status)) as upstream,
-        stage(tmp_path, ["--upstream", upstream.url], broker, {"log.level": "debug"}) as on,
+        stage(tmp_path, ["--upstream", upstream.url], broker, {"log.level": "debug"}, redis_server) as on,
     ):
         assert isinstance(upstream, Refusing)
         assert (await on.gateway.health())["status"] == "healthy"
@@ -89,11 +92,13 @@ async def test_what_the_api_does_is_said_and_nobody_is_blamed(tmp_path: Path, st
 
 
 @pytest.mark.parametrize("broker", ["embedded", "redis"])
-async def test_a_task_that_nobody_answers_in_its_time_is_a_letter(tmp_path: Path, broker: Broker) -> None:
+async def test_a_task_that_nobody_answers_in_its_time_is_a_letter(
+    tmp_path: Path, redis_server: RedisServer, broker: Broker
+) -> None:
     settings = {"tasks.timeout_s": 4}
     async with (
         scripted_upstream(Refusing(404)) as upstream,
-        stage(tmp_path, ["--upstream", upstream.url], broker, settings) as on,
+        stage(tmp_path, ["--upstream", upstream.url], broker, settings, redis_server) as on,
     ):
         task = (await ask(on.gateway.port, "task", "Prefer: respond-async\r\n")).json["task_id"]
         await until(lambda: upstream.calls >= 2)
@@ -108,11 +113,13 @@ async def test_a_task_that_nobody_answers_in_its_time_is_a_letter(tmp_path: Path
 
 
 @pytest.mark.parametrize("broker", ["embedded", "redis"])
-async def test_with_an_input_of_its_own_readiness_waits_for_an_answer(tmp_path: Path, broker: Broker) -> None:
+async def test_with_an_input_of_its_own_readiness_waits_for_an_answer(
+    tmp_path: Path, redis_server: RedisServer, broker: Broker
+) -> None:
     settings = {"upstream.probe_input": '"probe me"'}
     async with (
         scripted_upstream(Refusing(404)) as upstream,
-        stage(tmp_path, ["--upstream", upstream.url], broker, settings) as on,
+        stage(tmp_path, ["--upstream", upstream.url], broker, settings, redis_server) as on,
     ):
         assert isinstance(upstream, Refusing)
 

@@ -4,22 +4,19 @@ import asyncio
 import gzip
 import json
 import re
-from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from collections.abc import Iterator
+from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 import redis.asyncio
 
-from carpool.app import make_process
 from carpool.broker.redis.keys import Keys
-from carpool.composition.process import Process
-from carpool.core.names import Role
 from carpool.face.http.page import NAMES
-from carpool.settings import load_settings
 from support.client import Response, ask_once, inference_body
 from support.gateway import Peer, ask, eventually, serving
+from support.inside import process_of
 from support.live import viewing
 from support.processes import GatewayProcess, carpool, until
 from support.redis_fleet import fleet_over
@@ -210,20 +207,6 @@ def test_a_login_is_a_cookie(guarded: GatewayProcess) -> None:
 
 
 # Over Redis
-
-
-@asynccontextmanager
-async def process_of(role: Role, **more: Any) -> AsyncIterator[Process]:
-    """A process as a command starts it, in this one; its settings by their names with `__` for the dot."""
-    flags = {"gateway.port": 0, "gateway.admin_port": 0, "gateway.drain_grace_s": 0, "tasks.journal": False}
-    flags |= {name.replace("__", "."): value for name, value in more.items()}
-    process = make_process(load_settings(flags, environ={}, file=None), role)
-    try:
-        await process.start()
-        yield process
-        await process.drain()
-    finally:
-        await process.close()
 
 
 async def test_a_slow_request_that_is_shown_can_be_asked_for(

@@ -185,15 +185,6 @@ async def statuses_from(source: str, gateway: GatewayProcess, number: int) -> Co
     return Counter(answer.status for answer in answers)
 
 
-async def wait_until_ready(*gateways: GatewayProcess) -> None:
-    for gateway in gateways:
-
-        async def is_ready(port: int = gateway.admin_port) -> bool:
-            return (await ask_once(port, "GET", "/internal/ready")).status == 200
-
-        await until(is_ready)
-
-
 class TestProcesses:
     async def test_two_gateways_have_one_budget(self, tmp_path: Path, redis_server: RedisServer) -> None:
         settings = {
@@ -208,7 +199,8 @@ class TestProcesses:
             running_role(tmp_path / "a", "serve", "--upstream", "sim:?latency_ms=1", settings=settings) as one,
             running_role(tmp_path / "b", "gateway", settings=settings) as other,
         ):
-            await wait_until_ready(one, other)
+            await one.until_ready()
+            await other.until_ready()
             began = time.monotonic()
             connections = [await Connection.open(gateway.port) for gateway in (one, other)]
             answers = [await infer(connections[number % 2]) for number in range(200)]
@@ -231,7 +223,8 @@ class TestProcesses:
                 running_role(tmp_path / "a", "serve", *gpu, settings=settings) as one,
                 running_role(tmp_path / "b", "gateway", *gpu, settings=settings) as other,
             ):
-                await wait_until_ready(one, other)
+                await one.until_ready()
+                await other.until_ready()
 
                 async def see_each_other() -> bool:
                     return {await gateway.metric("carpool_live_gateways") for gateway in (one, other)} == {2}
@@ -260,7 +253,7 @@ class TestProcesses:
             }
             gpu = ("--upstream", "sim:?latency_ms=1")
             async with running_role(tmp_path / "a", "serve", *gpu, settings=settings) as gateway:
-                await wait_until_ready(gateway)
+                await gateway.until_ready()
                 stays = await Connection.open(gateway.port)
                 assert (await infer(stays)).status == 200
                 server.stop()

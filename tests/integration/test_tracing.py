@@ -14,15 +14,14 @@ from typing import Any
 import grpc
 import pytest
 
-from carpool.app import make_process
 from carpool.composition.process import Process
 from carpool.core.names import Role
 from carpool.core.protobuf import field
 from carpool.core.trace import read_traceparent
 from carpool.embedded import EmbeddedProcess
-from carpool.settings import load_settings
 from support.client import Response, ask_once, inference_body
 from support.grpc_client import message
+from support.inside import process_of
 from support.otlp import Receiver, SeenSpan, receiver
 from support.processes import until
 from support.redis_servers import RedisServer
@@ -40,25 +39,15 @@ async def running(
     role: Role, upstream: ScriptedUpstream, taking: Receiver | None, **more: Any
 ) -> AsyncIterator[Process]:
     """A process as a command starts it; its settings by their names with `__` for the dot."""
-    flags: dict[str, Any] = {
-        "gateway.port": 0,
-        "gateway.admin_port": 0,
-        "gateway.drain_grace_s": 0,
-        "tasks.journal": False,
-        "upstream.endpoints": [f"{upstream.url}?key=canary-of-the-url"],
-        "upstream.backoff_ms": 0,
-        "tracing.slow_share": 0,
+    settings: dict[str, Any] = {
+        "upstream__endpoints": [f"{upstream.url}?key=canary-of-the-url"],
+        "upstream__backoff_ms": 0,
+        "tracing__slow_share": 0,
     }
     if taking is not None:
-        flags["tracing.otlp_endpoint"] = taking.url
-    flags |= {name.replace("__", "."): value for name, value in more.items()}
-    process = make_process(load_settings(flags, environ={}, file=None), role)
-    try:
-        await process.start()
+        settings["tracing__otlp_endpoint"] = taking.url
+    async with process_of(role, **settings | more) as process:
         yield process
-        await process.drain()
-    finally:
-        await process.close()
 
 
 @pytest.fixture

@@ -69,11 +69,7 @@ async def fleet(
         started = [await each.__aenter__() for each in running]
         try:
             for gateway in started:
-
-                async def is_ready(gateway: GatewayProcess = gateway) -> bool:
-                    return (await ask_once(gateway.admin_port, "GET", "/internal/ready")).status == 200
-
-                await until(is_ready)
+                await gateway.until_ready()
             yield started
         finally:
             for each in running:

@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from support.client import ask_once
+from support.client import Response, ask_once, inference_body
 from support.forks import Started, fork_carpool
 
 # How long a test waits for what must come: it is over by then only if something hangs. How quick something is, no test
@@ -85,6 +85,37 @@ class GatewayProcess:
         """What `/internal/fleet` shows of a model."""
         fleet: dict[str, Any] = (await ask_once(self.admin_port, "GET", "/internal/fleet")).json["models"][model]
         return fleet
+
+    async def until_ready(self) -> None:
+        """Until it says that it can serve."""
+
+        async def is_ready() -> bool:
+            return (await ask_once(self.admin_port, "GET", "/internal/ready")).status == 200
+
+        await until(is_ready)
+
+    async def ask(self, text: str, headers: str = "") -> Response:
+        """One request with this input."""
+        return await ask_once(self.port, "POST", "/v1/inference", inference_body(text), headers)
+
+    async def submit(self, text: str, headers: str = "") -> str:
+        """A task with this input, which is accepted; its id."""
+        accepted = await self.ask(text, f"Prefer: respond-async\r\n{headers}")
+        assert accepted.status == 202, accepted.body
+        task_id: str = accepted.json["task_id"]
+        return task_id
+
+    async def result(self, task_id: str, headers: str = "") -> dict[str, Any]:
+        """What became of a task, once that is known."""
+        found: dict[str, Any] = {"status": "PENDING"}
+        while found["status"] == "PENDING":
+            found = (await ask_once(self.port, "GET", f"/v1/result/{task_id}?wait_ms=30000", b"", headers)).json
+        return found
+
+    async def state(self, request_id: str) -> Any:
+        """What `/internal/requests/{id}` says; the status of the answer where that is no 200."""
+        response = await ask_once(self.admin_port, "GET", f"/internal/requests/{request_id}")
+        return response.json if response.status == 200 else response.status
 
     @property
     def name(self) -> str:
