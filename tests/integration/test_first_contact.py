@@ -187,16 +187,3 @@ async def test_why_there_is_no_answer_is_said_in_words(url: str, says: str) -> N
         finally:
             await made.close()
         assert says in str(failed.value)
-
-
-async def test_an_api_that_is_not_there_is_named_in_the_log(tmp_path: Path) -> None:
-    async with running_gateway(tmp_path, "http://no-such-host.invalid:9000/infer") as gateway:
-        answer = await ask(gateway.port, "first")
-        assert answer.status in (502, 503, 504)
-
-        async def is_said() -> bool:
-            return any("no call well so far" in line for line in gateway.log_messages("warning"))
-
-        await until(is_said)
-        said = next(line for line in gateway.log_messages("warning") if "no call well so far" in line)
-        assert "no-such-host.invalid:9000" in said and "does not resolve" in said and "upstream.endpoints" in said

@@ -124,18 +124,6 @@ async def rotation(certificates: Certificates, tmp_path: Path) -> AsyncIterator[
     await made.endpoint.close()
 
 
-async def test_a_new_certificate_is_shown_with_the_first_call_a_second_later(rotation: Rotation) -> None:
-    async with rotation.upstream.running():
-        await rotation.call()
-        rotation.files.put(OLD_CA, "other-client")
-        await rotation.call()
-        rotation.clock.advance(LOOK_EVERY_S)
-        await rotation.call()
-        await rotation.call()
-    assert rotation.upstream.clients == ["client", "client", "other-client", "other-client"]
-    assert rotation.endpoint.open_channels == 1, "the old channel was left open"
-
-
 async def test_a_server_that_trusts_another_authority_is_reached_without_a_restart(rotation: Rotation) -> None:
     async with rotation.upstream.running(OLD_CA):
         assert (await rotation.call()).status == 200

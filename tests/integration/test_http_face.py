@@ -18,7 +18,6 @@ from support.gateway import HeldGpu, Peer, ask, eventually, metric, request_byte
 from support.processes import PATIENCE_S, GatewayProcess
 
 JSON = "Content-Type: application/json"
-ASYNC = "Prefer: respond-async"
 UNKNOWN_TASK = "0" * 32
 # A long poll: as long as one may be. What comes in half of that did not wait for its end.
 pytestmark = pytest.mark.xdist_group("http face")

@@ -15,7 +15,7 @@ from carpool.broker.journal import Journal
 from carpool.core.task import StoredTask
 from support.processes import PATIENCE_S
 
-ROUNDS = 15
+ROUNDS = 5
 OPEN: dict[str, Any] = {"result_ttl_s": 3600.0, "dead_letter_ttl_s": 3600.0, "stored_bytes_max": 1 << 30}
 
 # Appends without pause, finishes each task some time after its append, and writes one line for each

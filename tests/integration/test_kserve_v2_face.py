@@ -14,7 +14,7 @@ import pytest
 from carpool.tools.sim_gpu import GpuFleet
 from support.client import Response
 from support.gateway import ask, serving
-from support.processes import PATIENCE_S, GatewayProcess, carpool
+from support.processes import PATIENCE_S, GatewayProcess
 from support.tensor_gpu import CONFIGURATION, tensor_gpu
 
 pytestmark = pytest.mark.xdist_group("kserve_v2_face")
@@ -204,30 +204,6 @@ def test_octets_of_a_model_that_speaks_json(gateway: GatewayProcess) -> None:
     assert answer.body == base64.b64decode(base64.b64encode(b"abc")[::-1])
     answer = ask(gateway.port, "POST", "/v1/predict?model_id=words", b"a", OCTETS, ASKS_FOR_OCTETS)
     assert answer.headers["content-type"] == "application/json" and answer.json["output"] == "==QY"
-
-
-def test_a_dead_letter_with_raw_tensors_is_shown_and_replayed(gateway: GatewayProcess) -> None:
-    text = f"{POISON} {'x' * 1000}".encode()
-    good = ask(gateway.port, "POST", "/v1/predict?model_id=image", b"good", OCTETS)
-    assert good.status == 200
-    assert ask(gateway.port, "POST", "/v1/predict?model_id=image", text, OCTETS).status == 422
-    admin = gateway.admin_port
-    [letter] = [
-        each for each in ask(admin, "GET", "/internal/dead-letters").json["dead_letters"] if each["model"] == "image"
-    ]
-    shown = ask(admin, "GET", f"/internal/dead-letters/{letter['id']}").json["input"]
-    assert (shown["name"], shown["datatype"], shown["shape"]) == ("IMAGE", "BYTES", [1, 1])
-    assert base64.b64decode(shown["b64"]).endswith(text)
-    printed = carpool("dlq", "show", str(letter["id"]), "--admin", f"http://127.0.0.1:{admin}").stdout
-    assert "IMAGE" in printed and "characters; --json shows all" in printed
-    replayed = ask(admin, "POST", f"/internal/dead-letters/{letter['id']}/replay")
-    task_id = replayed.json["task_id"]
-    state = ask(gateway.port, "GET", f"/v1/result/{task_id}?wait_ms=30000").json
-    assert state["status"] == "FAILED"
-    # What is shown is what a client could send itself.
-    shown["b64"] = base64.b64encode(packed_texts("ab")).decode()
-    again = ask(gateway.port, "POST", "/v1/inference", {"model": "image", "input": shown}, JSON)
-    assert base64.b64decode(again.json["output"][0]["b64"]) == packed_texts("ba")
 
 
 def test_a_call_counts_as_its_rows(tmp_path: Path, gpu: GpuFleet) -> None:

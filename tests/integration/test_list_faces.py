@@ -18,7 +18,6 @@ from support.redis_servers import RedisServer
 
 pytestmark = pytest.mark.xdist_group("list faces")
 
-JSON = "Content-Type: application/json"
 EMBEDDING = ["vectors", "ada", "bge", "tf"]
 
 

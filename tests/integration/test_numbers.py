@@ -21,7 +21,6 @@ from support.webhooks import SECRET
 
 ASYNC = "Prefer: respond-async\r\n"
 SIM = "sim:?latency_ms=5&slots=4"
-WAIT_MS = 30_000
 
 
 async def submit(process: GatewayProcess, text: str) -> str:

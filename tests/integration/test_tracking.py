@@ -13,9 +13,6 @@ from support.processes import GatewayProcess, carpool, running_gateway, until
 from support.tracking import batches, outcomes, rows, rows_by_outcome, tracked, until_written
 from support.upstreams import scripted_upstream
 
-ASYNC = "Prefer: respond-async\r\n"
-WAIT_MS = 30_000
-
 
 async def hang_up(gateway: GatewayProcess) -> None:
     """A client that leaves before its answer comes."""

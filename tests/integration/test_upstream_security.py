@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import shutil
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -157,54 +156,6 @@ class TestWhatCarpoolShows:
             await refusal(upstream.port, UpstreamSecurity(ca))
             await refusal(upstream.port, forged)
         assert upstream.headers == []
-
-    async def test_a_new_certificate_when_the_files_are_replaced(
-        self, certificates: Certificates, tmp_path: Path
-    ) -> None:
-        cert, key, clock = tmp_path / "cert.pem", tmp_path / "key.pem", FakeClock()
-
-        def put(name: str) -> None:
-            shutil.copy(certificates.pem(name), cert)
-            shutil.copy(certificates.key(name), key)
-
-        put("client")
-        security = UpstreamSecurity(certificates.pem("ca"), str(cert), str(key))
-        async with (
-            listening(certificates.of_server(asks_for_client=True)) as upstream,
-            endpoint(f"https://127.0.0.1:{upstream.port}/", security, clock) as target,
-        ):
-            await target.post(CALL, TIMEOUT_S)
-            shutil.copy(certificates.pem("other-client"), cert)  # half of a rotation
-            clock.advance(LOOK_EVERY_S)
-            await target.post(CALL, TIMEOUT_S)
-            put("other-client")
-            clock.advance(LOOK_EVERY_S)
-            await target.post(CALL, TIMEOUT_S)
-        assert upstream.clients == ["client", "client", "other-client"]
-
-    async def test_its_token_and_headers_as_the_files_have_them(self, tmp_path: Path) -> None:
-        (tmp_path / "token").write_text("token-1\n")
-        (tmp_path / "key").write_text("key 1\n")
-        security = UpstreamSecurity(
-            token_file=str(tmp_path / "token"), header_files=(("X-Api-Key", str(tmp_path / "key")),)
-        )
-        clock = FakeClock()
-        async with (
-            listening(None) as upstream,
-            endpoint(f"http://127.0.0.1:{upstream.port}/", security, clock) as target,
-        ):
-            await target.post(CALL, TIMEOUT_S)
-            (tmp_path / "token").write_text("token-2\n")
-            await target.post(CALL, TIMEOUT_S)
-            clock.advance(LOOK_EVERY_S)
-            await target.post(CALL, TIMEOUT_S)
-        assert [each["authorization"] for each in upstream.headers] == [
-            "Bearer token-1",
-            "Bearer token-1",
-            "Bearer token-2",
-        ]
-        assert {each["x-api-key"] for each in upstream.headers} == {"key 1"}
-        assert {each["content-type"] for each in upstream.headers} == {"application/json"}
 
     async def test_no_token_to_an_endpoint_that_sends_it_elsewhere(self, tmp_path: Path) -> None:
         (tmp_path / "token").write_text("token-1")

@@ -315,48 +315,32 @@ class TestTokens:
 
         async with stream_server(trap) as server:
             url = f"http://127.0.0.1:{server.port}/keys"
-            public = json.dumps(signers.rsa.as_dict(private=False)).encode()
             pem = signers.rsa.as_pem(private=False)
             unsigned = encode(b'{"alg":"none"}') + b"." + encode(json.dumps(good_claims()).encode()) + b"."
             good = token_of(signers.rsa, header={"kid": "rsa-1"})
             named = {"kid": "rsa-1"}
+            # One of each kind; tests/unit/test_tokens.py has all of them.
             attacks = {
                 "nothing": "",
-                "no scheme": f"Authorization: {good}\r\n",
                 "another scheme": f"Authorization: Basic {good}\r\n",
                 "not signed": bearer(unsigned.decode()),
-                "not signed, with a signature": bearer(unsigned.decode() + "AAAA"),
                 "the public key as a secret (PEM)": bearer(token_of(OctKey(pem, pem), None, named, "HS256")),
-                "the public key as a secret (JWK)": bearer(token_of(OctKey(public, public), None, named, "HS256")),
                 "says RS256, signed with HS256": bearer(
                     token_of(OctKey(pem, pem), None, {**named, "alg": "RS256"}, "HS256")
                 ),
                 "a plain secret": bearer(token_of(SECRET, None, named)),
                 "kid is a path": bearer(token_of(SECRET, None, {"kid": "../../../../dev/null"})),
-                "kid is a URL": bearer(token_of(own.rsa, None, {"kid": url})),
-                "kid is a number": bearer(token_of(own.rsa, None, {"kid": 7})),
                 "no kid": bearer(token_of(own.rsa)),
                 "jku": bearer(token_of(own.rsa, None, {"kid": "other", "jku": url})),
-                "jku with a known kid": bearer(token_of(own.rsa, None, {**named, "jku": url})),
-                "x5u": bearer(token_of(own.rsa, None, {**named, "x5u": url})),
                 "jwk": bearer(token_of(own.rsa, None, {**named, "jwk": own.rsa.as_dict(private=False)})),
                 "crit": bearer(token_of(signers.rsa, None, {**named, "crit": ["exp"]})),
-                "no exp": bearer(token_of(signers.rsa, good_claims(exp=None), named)),
                 "over": bearer(token_of(signers.rsa, good_claims(exp=1), named)),
-                "not yet": bearer(token_of(signers.rsa, good_claims(nbf=2**40), named)),
-                "exp is a text": bearer(token_of(signers.rsa, good_claims(exp="2999"), named)),
                 "no sub": bearer(token_of(signers.rsa, good_claims(sub=None), named)),
-                "sub is a list": bearer(token_of(signers.rsa, good_claims(sub=["ann"]), named)),
-                "another issuer": bearer(token_of(signers.rsa, good_claims(iss="them", aud="carpool"), named)),
                 "another audience": bearer(token_of(signers.rsa, good_claims(iss="us", aud="them"), named)),
-                "claims are a list": bearer(token_of(signers.rsa, [good_claims()], named)),
-                "no claims": bearer(good.split(".")[0] + ".." + good.split(".")[2]),
                 "9 KB": bearer(token_of(signers.rsa, good_claims(more="x" * 7000), named)),
                 "a token as an API key": f"X-API-Key: {good}\r\n",
                 "two API keys": f"X-API-Key: {api_key}\r\nX-API-Key: {api_key}\r\n",
                 "both headers": f"X-API-Key: {api_key}\r\n" + bearer(api_key),
-                "a key without its beginning": bearer(api_key.removeprefix("cp_")),
-                "a key with a prefix": bearer(" " + api_key),
             }
             settings = {
                 "auth.mode": "both",
