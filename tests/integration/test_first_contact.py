@@ -95,7 +95,7 @@ async def test_what_the_api_does_is_said_and_nobody_is_blamed(
 async def test_a_task_that_nobody_answers_in_its_time_is_a_letter(
     tmp_path: Path, redis_server: RedisServer, broker: Broker
 ) -> None:
-    settings = {"tasks.timeout_s": 4}
+    settings = {"tasks.timeout_s": 6}
     async with (
         scripted_upstream(Refusing(404)) as upstream,
         stage(tmp_path, ["--upstream", upstream.url], broker, settings, redis_server) as on,

@@ -10,9 +10,10 @@ import pytest
 
 from carpool.upstream.client import HttpEndpoint, make_session
 from carpool.upstream.endpoint import AttemptFailedError, ConnectionWasDeadError
+from support.processes import PATIENCE_S
 from support.raw_http import RawCall, RawUpstream, Script, answer_to, call_with, output_for, raw_upstream
 
-TIMEOUT_S = 5.0
+TIMEOUT_S = PATIENCE_S
 
 
 @asynccontextmanager

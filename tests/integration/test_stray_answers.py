@@ -18,7 +18,7 @@ from carpool.upstream.endpoint import AttemptFailedError, ConnectionWasDeadError
 from carpool.upstream.repeats import CallAndAnswer, fingerprint_of, fingerprint_of_end
 from carpool.upstream.tls import Credentials, UpstreamSecurity
 from support.certificates import Certificates
-from support.processes import until
+from support.processes import PATIENCE_S, until
 from support.raw_http import (
     HastyUpstream,
     RawCall,
@@ -31,7 +31,7 @@ from support.raw_http import (
     raw_upstream,
 )
 
-TIMEOUT_S = 5.0
+TIMEOUT_S = PATIENCE_S
 CLIENTS = 40
 BIG = 20 * 1024 * 1024
 
@@ -153,7 +153,6 @@ def test_an_answer_repeated_while_the_connection_rests_goes_to_nobody(
 
 
 def test_an_endpoint_that_was_caught_is_trusted_again_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "CAUGHT_S", 0.1)
     repeats = True
 
     async def script(call: RawCall) -> None:
@@ -166,8 +165,11 @@ def test_an_endpoint_that_was_caught_is_trusted_again_later(monkeypatch: pytest.
             repeats = False
             await ask_for_own(endpoint, "b", "c")
             assert upstream.connections == 3
-            await asyncio.sleep(0.15)
+            loop = asyncio.get_running_loop()
+            now = loop.time
+            monkeypatch.setattr(loop, "time", lambda: now() + connections.CAUGHT_S)
             await ask_for_own(endpoint, "d", "e", "f")
+            monkeypatch.undo()
             assert (upstream.connections, endpoint.stray_answers) == (4, 1)
 
     asyncio.run(main())
