@@ -1,10 +1,10 @@
-"""Real processes: they get times that a busy machine does not reach."""
+"""Real processes: they get times that a busy machine does not reach, and begin as forks (`support/forks.py`)."""
 
 from collections.abc import Iterator
 
 import pytest
 
-from support import processes
+from support import forks, processes
 from support.certificates import Certificates
 
 PATIENT = {"broker.queue_timeout_s": 60, "broker.total_timeout_s": 90}
@@ -14,7 +14,9 @@ PATIENT = {"broker.queue_timeout_s": 60, "broker.total_timeout_s": 90}
 def patient_processes() -> Iterator[None]:
     """For all of this folder, in every worker."""
     processes.PATIENT.update(PATIENT)
+    forks.IS_ON = True
     yield
+    forks.IS_ON = False
     processes.PATIENT.clear()
 
 

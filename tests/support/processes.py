@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from support.client import Response, ask_once, inference_body
-from support.forks import Started, fork_carpool
+from support.forks import Started, start_carpool
 
 # How long a test waits for what must come: it is over by then only if something hangs. How quick something is, no test
 # here says: that depends on what else the machine has to do.
@@ -223,7 +223,7 @@ def start_role(directory: Path, role: str, flags: Sequence[str], settings: Mappi
     environment = CLEAN_ENVIRONMENT | {variable(key): str(value) for key, value in wanted.items() if value is not None}
     with log.open("wb") as output:
         command = [role, "--port", "0", "--log-format", "json", *flags]
-        process = fork_carpool(command, output.fileno(), output.fileno(), environment, directory)
+        process = start_carpool(command, output.fileno(), output.fileno(), environment, directory)
     return GatewayProcess(process, log)
 
 
@@ -243,7 +243,7 @@ def carpool_for(
     """The same for a command that may take so long."""
     wanted = CLEAN_ENVIRONMENT | {"COLUMNS": "200"} | dict(environment or {})
     with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
-        process = fork_carpool(arguments, stdout.fileno(), stderr.fileno(), wanted, cwd)
+        process = start_carpool(arguments, stdout.fileno(), stderr.fileno(), wanted, cwd)
         try:
             status = process.wait(seconds)
         finally:
@@ -256,7 +256,7 @@ def telling(*arguments: str, **environment: str) -> Iterator[tuple[Started, IO[s
     """A command of `carpool` that runs, and what it prints as it comes; killed at the end if it is still there."""
     reading, writing = os.pipe()
     with open(reading) as told:
-        process = fork_carpool(arguments, writing, 2, CLEAN_ENVIRONMENT | {"COLUMNS": "200"} | environment)
+        process = start_carpool(arguments, writing, 2, CLEAN_ENVIRONMENT | {"COLUMNS": "200"} | environment)
         os.close(writing)
         try:
             yield process, told
