@@ -101,40 +101,6 @@ def test_a_stream_of_seconds(gateway: GatewayProcess) -> None:
         assert viewer.next()["seconds"] > 0
 
 
-def test_the_numbers_are_those_of_metrics(gateway: GatewayProcess) -> None:
-    with viewing(gateway.admin_port) as viewer:
-        viewer.next()
-        answers = [infer(gateway, f"good {n}") for n in range(20)]
-        assert {answer.status for answer in answers} == {200}
-        assert infer(gateway, POISON).status == 422
-        outcomes, problems = (
-            metrics(gateway, "carpool_requests", "outcome"),
-            metrics(gateway, "carpool_problems", "code"),
-        )
-        seen: list[dict[str, Any]] = []
-
-        def is_all(event: dict[str, Any]) -> bool:
-            seen.append(event)
-            return bool(event["requests"] == outcomes)
-
-        event = viewer.until(is_all)
-    assert event["problems"] == problems
-    assert event["dead_letters"] == 1
-    tiers = [tier for each in seen for tier in each["tiers"]]
-    assert {tier["name"] for tier in tiers if tier["admitted"]} == {"free"}
-    admitted = sum(tier["admitted"] * each["seconds"] for each in seen for tier in each["tiers"])
-    assert admitted == pytest.approx(21, abs=0.5)
-    assert event["p99_ms"] >= event["p50_ms"] >= 20
-    batches = {batch[0]: batch for each in seen for _, batch in each["batches"] if batch[5]}
-    assert sum(batch[3] for batch in batches.values()) == 21
-    assert {batch[6] for batch in batches.values()} == {"ok", "upstream-failed"}
-    assert all(batch[5] >= batch[4] > 0 for batch in batches.values())
-    slow = [request for each in seen for request in each["slow"]]
-    asked = {answer.json["request_id"] for answer in answers}
-    assert {request["id"] for request in slow} & asked
-    assert all(request["total_ms"] >= request["queue_ms"] + request["call_ms"] - 0.2 for request in slow)
-
-
 def test_nothing_that_a_client_sent_is_shown(gateway: GatewayProcess) -> None:
     canary = "canary-7f3a"
     with viewing(gateway.admin_port) as viewer:

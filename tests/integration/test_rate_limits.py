@@ -186,35 +186,6 @@ async def statuses_from(source: str, gateway: GatewayProcess, number: int) -> Co
 
 
 class TestProcesses:
-    async def test_two_gateways_have_one_budget(self, tmp_path: Path, redis_server: RedisServer) -> None:
-        settings = {
-            "broker.url": redis_server.url,
-            "broker.namespace": tmp_path.name,
-            # It has no part in this on a busy machine.
-            "broker.redis_timeout_ms": 20_000,
-            "limits.anonymous": 60,
-            "limits.burst": 20,
-        }
-        async with (
-            running_role(tmp_path / "a", "serve", "--upstream", "sim:?latency_ms=1", settings=settings) as one,
-            running_role(tmp_path / "b", "gateway", settings=settings) as other,
-        ):
-            await one.until_ready()
-            await other.until_ready()
-            began = time.monotonic()
-            connections = [await Connection.open(gateway.port) for gateway in (one, other)]
-            answers = [await infer(connections[number % 2]) for number in range(200)]
-            seconds = time.monotonic() - began
-            statuses = Counter(answer.status for answer in answers)
-            assert statuses.keys() == {200, 429}
-            assert 20 <= statuses[200] <= 20 + seconds + 0.05 * 60
-            assert all("ratelimit" in answer.headers for answer in answers)
-            # The rest is refused without asking again.
-            asks = [await gateway.metric("carpool_rate_limit_asks_total") for gateway in (one, other)]
-            assert 0 < sum(asks) <= 60 + 2 * seconds
-            for connection in connections:
-                await connection.close()
-
     async def test_without_redis_each_gateway_has_its_part(self, tmp_path: Path) -> None:
         async with running_redis(tmp_path / "redis") as server:
             settings = {"broker.url": server.url, "limits.anonymous": 60, "limits.burst": 20}

@@ -139,28 +139,6 @@ class TestKeys:
                 assert (unknown.status, unknown.headers["retry-after"]) == (503, "1")
                 assert await status(gateway.port, "") == 401
 
-    async def test_the_load_generator_has_one_too(self, tmp_path: Path) -> None:
-        key = await keys("create", "bench", "--per-minute", "0", "--data-dir", str(tmp_path))
-        file = tmp_path / "key"
-        file.write_text(key + "\n")
-        async with running_gateway(tmp_path, SIM, settings=KEYS) as gateway:
-            load = (
-                "bench",
-                f"http://127.0.0.1:{gateway.port}",
-                "--rate",
-                "20",
-                "--duration",
-                "500ms",
-                "--mode",
-                "task",
-            )
-            given = await asyncio.to_thread(lambda: carpool(*load, cwd=None, CARPOOL_API_KEY=key))
-            read = await asyncio.to_thread(lambda: carpool(*load, "--api-key-file", str(file), cwd=None))
-            without = await asyncio.to_thread(lambda: carpool(*load, cwd=None))
-        assert (given.returncode, read.returncode, without.returncode) == (0, 0, 1), (given, read)
-        assert "401" in without.stdout
-        assert key not in given.stdout + given.stderr + read.stdout + read.stderr
-
     async def test_keys_of_the_configuration_and_their_models(self, tmp_path: Path) -> None:
         def made(name: str, *options: str) -> tuple[str, str]:
             done = carpool("keys", "create", name, "--show-toml", *options, cwd=tmp_path)

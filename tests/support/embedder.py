@@ -14,7 +14,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from carpool.upstream.simulated import first_of_vector
-from support.processes import PATIENCE_S
 
 
 def vector_of(value: Any) -> list[float]:
@@ -23,20 +22,16 @@ def vector_of(value: Any) -> list[float]:
 
 
 class Embedder:
-    """The server; calls wait while `gate` is closed."""
+    """The server."""
 
     def __init__(self) -> None:
         self.bodies: list[dict[str, Any]] = []
-        self.gate = threading.Event()
-        self.gate.set()
-        # What is answered in place of vectors, where it is something.
-        self.outputs: Any = None
         self.url = ""
 
     def answer(self, path: str, body: dict[str, Any]) -> Any:
         """The JSON for a call."""
         inputs = next(body[field] for field in ("input", "inputs", "instances", "prompt") if field in body)
-        vectors = [self.outputs] * len(inputs) if self.outputs is not None else list(map(vector_of, inputs))
+        vectors = list(map(vector_of, inputs))
         if path.endswith("/embeddings"):
             data = [{"object": "embedding", "index": n, "embedding": each} for n, each in enumerate(vectors)]
             tokens = 3 * len(inputs)
@@ -68,7 +63,6 @@ class Embedder:
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 embedder.bodies.append(body)
-                embedder.gate.wait(PATIENCE_S)
                 self.reply(json.dumps(embedder.answer(self.path, body)).encode())
 
             def reply(self, data: bytes) -> None:
@@ -88,7 +82,6 @@ class Embedder:
         try:
             yield self
         finally:
-            self.gate.set()
             server.shutdown()
             thread.join()
             server.server_close()
