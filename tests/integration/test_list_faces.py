@@ -12,7 +12,7 @@ import pytest
 
 from support.client import Response
 from support.embedder import Embedder, vector_of
-from support.gateway import Peer, eventually, metric, serving
+from support.gateway import Peer, eventually, metric, request_bytes, serving
 from support.processes import PATIENCE_S, GatewayProcess
 from support.redis_servers import RedisServer
 
@@ -140,6 +140,17 @@ class TestOpenAiEmbeddings:
         assert error["message"].startswith("`input[42]`: ")
         assert answer.headers["x-should-retry"] == "false"
         assert eventually(lambda: metric(gateway, "carpool_held_requests") == 0)
+
+    def test_who_hangs_up_frees_all_seats(self, gateway: GatewayProcess, embedder: Embedder) -> None:
+        embedder.gate.clear()
+        try:
+            with Peer(gateway.port) as peer:
+                body = json.dumps({"model": "ada", "input": [f"{number}" for number in range(1000)]}).encode()
+                peer.send(request_bytes("POST", "/v1/embeddings", body))
+                assert eventually(lambda: metric(gateway, "carpool_held_requests") == 1000)
+            assert eventually(lambda: metric(gateway, "carpool_held_requests") == 0)
+        finally:
+            embedder.gate.set()
 
 
 class TestOpenAiCompletions:

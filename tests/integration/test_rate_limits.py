@@ -134,6 +134,14 @@ class TestClients:
             assert (await connection.ask("DELETE", task.headers["location"])).status == 204
             await connection.close()
 
+    async def test_another_address_has_its_own(self, tmp_path: Path) -> None:
+        settings = {"limits.anonymous": 1}
+        async with running_gateway(tmp_path, "sim:?latency_ms=1", settings=settings) as gateway:
+            assert [await statuses_from(source, gateway, 2) for source in ("127.0.0.2", "127.0.0.3")] == [
+                {200: 1, 429: 1},
+                {200: 1, 429: 1},
+            ]
+
     async def test_strangers_have_no_limit_unless_one_is_set(self, tmp_path: Path) -> None:
         settings = {"limits.per_minute": 1, "limits.burst": 1, "limits.concurrent": 1}
         async with running_gateway(tmp_path, "sim:?latency_ms=1", settings=settings) as gateway:

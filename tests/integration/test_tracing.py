@@ -338,6 +338,13 @@ async def test_the_steps_of_a_search_belong_to_the_batch_that_was_refused(
     assert itself(refused) in links_of(poisoned)
 
 
+async def test_where_strangers_call_their_traces_do_not_count(upstream: ScriptedUpstream, taking: Receiver) -> None:
+    settings = {"tracing__sample_ratio": 0, "tracing__follow_callers": False}
+    async with running("serve", upstream, taking, **settings) as process:
+        await ask(process, headers=ASKED)
+    assert taking.spans == []
+
+
 async def test_neither_payloads_nor_credentials_are_in_spans(upstream: ScriptedUpstream) -> None:
     bodies: list[bytes] = []
 

@@ -14,6 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from carpool.upstream.simulated import first_of_vector
+from support.processes import PATIENCE_S
 
 
 def vector_of(value: Any) -> list[float]:
@@ -22,10 +23,12 @@ def vector_of(value: Any) -> list[float]:
 
 
 class Embedder:
-    """The server."""
+    """The server; calls wait while `gate` is closed."""
 
     def __init__(self) -> None:
         self.bodies: list[dict[str, Any]] = []
+        self.gate = threading.Event()
+        self.gate.set()
         self.url = ""
 
     def answer(self, path: str, body: dict[str, Any]) -> Any:
@@ -63,6 +66,7 @@ class Embedder:
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 embedder.bodies.append(body)
+                embedder.gate.wait(PATIENCE_S)
                 self.reply(json.dumps(embedder.answer(self.path, body)).encode())
 
             def reply(self, data: bytes) -> None:
@@ -82,6 +86,7 @@ class Embedder:
         try:
             yield self
         finally:
+            self.gate.set()
             server.shutdown()
             thread.join()
             server.server_close()
