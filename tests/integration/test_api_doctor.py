@@ -13,18 +13,12 @@ import pytest
 from carpool.core.finding import Finding
 from carpool.settings import Settings, models_of
 from carpool.settings.schema import BatchingSettings, UpstreamSettings
-from carpool.tools.api_checks import NAMED_MAX
 from carpool.tools.api_doctor import ApiDoctor
 from carpool.tools.doctor_checks import LEVELS
 from support.certificates import Certificates
 from support.odd_api import OddApi, odd_api
 from support.processes import carpool
 from support.stream_server import stream_server
-
-
-@pytest.fixture(scope="module")
-def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
-    return Certificates(tmp_path_factory.mktemp("certificates"))
 
 
 async def examine(
@@ -85,22 +79,6 @@ async def test_other_names_are_read_from_fastapis_422_and_from_the_answer() -> N
         found = await examine(api.url)
     assert problems(found) == {"api fields"}
     assert changes(found) == {"upstream.inputs_field": "sentences", "upstream.outputs_field": "vectors"}
-
-
-class TwoLists(OddApi):
-    """Answers with two lists, of which either may be the outputs, and with the tokens of each input."""
-
-    async def answer(self, method: str, path: str, authorization: str, body: bytes) -> tuple[int, Any]:
-        status, said = await super().answer(method, path, authorization, body)
-        vectors = said.get("vectors", [])
-        return status, said | ({"scores": vectors, "tokens_used": [1] * len(vectors)} if status == 200 else {})
-
-
-async def test_fields_that_could_be_the_outputs_too_are_named() -> None:
-    async with odd_api(TwoLists()) as api:
-        found = await examine(api.url)
-    assert changes(found)["upstream.outputs_field"] == "vectors"
-    assert "scores" in found["api fields"].do and "tokens_used" not in found["api fields"].do
 
 
 @pytest.mark.parametrize("input_type", [int, list])
@@ -169,13 +147,6 @@ async def test_the_batch_limit_is_found(batch_max: int, words: str) -> None:
     assert changes(found) == {"batching.max_batch": batch_max}
 
 
-async def test_the_time_of_a_call() -> None:
-    async with odd_api(OddApi(inputs_field="inputs", outputs_field="outputs", latency_s=0.05)) as api:
-        found = await examine(api.url, max_batch=2, timeout_s=0.02)
-    assert problems(found) == {"api time"}
-    assert changes(found)["upstream.timeout_s"] > 0.05
-
-
 # The way to it
 
 
@@ -209,13 +180,6 @@ async def test_secrets_are_not_shown_even_if_the_api_repeats_them(tmp_path: Path
         (tmp_path / "carpool.toml").write_text('[upstream]\ntoken_file = "token"\n')
         status, said = await doctor("--upstream", api.url + "?key=canary", cwd=tmp_path)
     assert status == 1 and "echo" in said and "canary" not in said
-
-
-async def test_of_many_lists_that_may_be_the_outputs_some_are_named() -> None:
-    async with odd_api(OddApi(inputs_field="inputs", adds={f"k{number}": [1, 2] for number in range(100)})) as api:
-        api.compute = lambda inputs: [1] * len(inputs)
-        found = (await examine(api.url, max_batch=2))["api fields"]
-        assert found.do.count("k") <= NAMED_MAX + 1, found.do
 
 
 async def test_nor_in_the_list_of_its_paths(tmp_path: Path) -> None:

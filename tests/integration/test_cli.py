@@ -1,20 +1,15 @@
 """The command line as a user meets it: real processes, their output and exit status."""
 
-import os
 import subprocess
 import sys
 import tomllib
-import types
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from carpool.cli import main
-from carpool.settings import Settings
 from carpool.settings.keys import FLAGS
 from carpool.version import __version__
-from support.processes import CLEAN_ENVIRONMENT, carpool
+from support.processes import carpool
 
 REDIS = "redis://127.0.0.1:1"
 
@@ -143,26 +138,3 @@ def test_an_unknown_variable_is_a_mistake_too(tmp_path: Path) -> None:
     assert done.stderr == (
         "carpool: CARPOOL_GATEWAY_PROT (environment) is not a known variable; did you mean CARPOOL_GATEWAY_PORT?\n"
     )
-
-
-@pytest.mark.parametrize("status", [0, 2])
-def test_serve_hands_the_settings_over_and_exits_with_the_status(
-    status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    received: list[Settings] = []
-
-    def run(settings: Settings, reload: Callable[[], Settings], role: str = "serve", listen: object = None) -> int:
-        received.append(settings)
-        assert reload() == settings
-        return status
-
-    monkeypatch.chdir(tmp_path)
-    for name in set(os.environ) - set(CLEAN_ENVIRONMENT):
-        monkeypatch.delenv(name)
-    app = types.ModuleType("carpool.app")
-    app.run = run  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "carpool.app", app)
-    assert main(["serve", "--upstream", "sim:", "--max-batch", "8", "--slots", "2", "--log-level", "debug"]) == status
-    [settings] = received
-    assert settings.upstream.endpoints == ["sim:"]
-    assert (settings.batching.max_batch, settings.upstream.slots, settings.log.level) == (8, 2, "debug")

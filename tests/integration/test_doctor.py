@@ -70,25 +70,6 @@ async def test_a_deployment_in_order(tmp_path: Path, keys: Keys) -> None:
         assert {"connection", "version", "persistence", "eviction", "memory", "replicas", "clock"} <= set(found)
 
 
-async def test_settings_of_redis_that_lose_requests(tmp_path: Path, keys: Keys) -> None:
-    args = ("--maxmemory", "100mb", "--maxmemory-policy", "allkeys-lru", "--min-replicas-to-write", "1")
-    async with running_redis(tmp_path, *args) as server:
-        found = await examine(server.url, keys, replicas=0)
-        assert found["eviction"].level == "problem"
-        assert "noeviction" in found["eviction"].do
-        assert found["replicas"].level == "problem"
-        assert found["persistence"].level == "warning"
-        assert "min-replicas-to-write" in found["replicas"].says
-        assert "broker.replicas is 2" in (await examine(server.url, keys, replicas=2))["replicas"].says
-
-
-async def test_memory(tmp_path: Path, keys: Keys) -> None:
-    async with running_redis(tmp_path) as server:
-        assert (await examine(server.url, keys))["memory"].level == "warning"
-        assert (await examine(server.url, keys, memory_max=10**9))["memory"].level == "ok"
-        assert (await examine(server.url, keys, memory_max=10**5))["memory"].level == "problem"
-
-
 async def test_what_is_wrong_with_a_queue(redis_server: RedisServer, keys: Keys) -> None:
     async with redis_server.client() as client:
         first, second = keys.shards[0], keys.shards[1]
@@ -111,27 +92,6 @@ async def test_what_is_wrong_with_a_queue(redis_server: RedisServer, keys: Keys)
         assert (await examine(redis_server.url, keys))["waiting"].level == "problem"
         await heartbeat(client, keys.batchers, "b", "m")
         assert (await examine(redis_server.url, keys))["waiting"].level == "ok"
-
-
-async def test_groups(redis_server: RedisServer, keys: Keys) -> None:
-    async with redis_server.client() as client:
-        shard = keys.shards[0]
-        await queue(client, shard, 3)
-        stream = shard.stream(LANE)
-        await client.xgroup_create(stream, "theirs", "0")
-        assert (await examine(redis_server.url, keys))["groups"].says.endswith("theirs")
-        await client.xreadgroup(GROUP.decode(), "gone", {stream: ">"}, count=2)
-        # A lease that has just begun is nobody's fault; one that is long over is.
-        assert "batchers that are gone" not in (await examine(redis_server.url, keys))["groups"].says
-        found = await examine(redis_server.url, keys, lease_ms=-60_000)
-        assert found["groups"].level == "problem"
-        assert found["groups"].says.startswith("2 requests of batchers that are gone")
-        await heartbeat(client, keys.batchers, "gone", "m")
-        assert (await examine(redis_server.url, keys, lease_ms=-60_000))["groups"].says.endswith("theirs")
-        await client.xgroup_destroy(stream, GROUP)
-        found = await examine(redis_server.url, keys)
-        assert found["groups"].level == "problem"
-        assert "XGROUP CREATE" in found["groups"].do
 
 
 async def test_mending_removes_orphans_and_counts_again_and_nothing_else(redis_server: RedisServer, keys: Keys) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from carpool.upstream.client import PAGE_BYTES_MAX, HttpEndpoint, make_session
-from carpool.upstream.endpoint import AttemptFailedError, UpstreamCall
+from carpool.upstream.endpoint import AttemptFailedError
 from carpool.upstream.tls import Credentials, UpstreamSecurity
 from support.processes import running_gateway, until
 from support.stream_server import stream_server
@@ -57,19 +57,6 @@ async def endpoint(url: str, security: UpstreamSecurity | None = None, header: s
         made = HttpEndpoint(session, url, 1, 1000, Credentials(security or UpstreamSecurity()), header)
         yield made
         await made.close()
-
-
-@pytest.mark.parametrize(
-    ("headers", "load"),
-    [("X-Load: 0.4\r\n", 0.4), ("x-load: 93\r\n", 0.93), ("", None), ("X-Load: much\r\n", None), ("Load: 1\r\n", None)],
-)
-async def test_an_answer_s_load(headers: str, load: float | None) -> None:
-    async with page_server() as server:
-        server.headers = headers
-        url = f"http://127.0.0.1:{server.port}/infer"
-        async with endpoint(url, header="X-Load") as told, endpoint(url) as not_told:
-            assert (await told.post(UpstreamCall(b"{}"), 5.0)).load == load
-            assert (await not_told.post(UpstreamCall(b"{}"), 5.0)).load is None
 
 
 async def test_a_page_is_a_path_a_port_or_a_url_and_secrets_go_to_the_endpoint_alone(tmp_path: Path) -> None:

@@ -29,11 +29,9 @@ CLIENT_OF = {OLD_CA: "client", NEW_CA: "forged-client"}
 RESPONSE = b"\x2a\x0d\x0a\x01y\x12\x04INT8\x1a\x02\x01\x01\x32\x01\x07"
 
 
-@pytest.fixture(scope="module")
-def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
-    made = Certificates(tmp_path_factory.mktemp("certificates"))
-    made.make(SERVER_OF[NEW_CA], NEW_CA, "subjectAltName=DNS:localhost,IP:127.0.0.1")
-    return made
+@pytest.fixture(scope="module", autouse=True)
+def server_of_the_new_authority(certificates: Certificates) -> None:
+    certificates.make(SERVER_OF[NEW_CA], NEW_CA, "subjectAltName=DNS:localhost,IP:127.0.0.1")
 
 
 class Upstream:
@@ -124,18 +122,6 @@ async def rotation(certificates: Certificates, tmp_path: Path) -> AsyncIterator[
     made = Rotation(certificates, tmp_path)
     yield made
     await made.endpoint.close()
-
-
-async def test_a_new_certificate_is_shown_with_the_first_call_a_second_later(rotation: Rotation) -> None:
-    async with rotation.upstream.running():
-        await rotation.call()
-        rotation.files.put(OLD_CA, "other-client")
-        await rotation.call()
-        rotation.clock.advance(LOOK_EVERY_S)
-        await rotation.call()
-        await rotation.call()
-    assert rotation.upstream.clients == ["client", "client", "other-client", "other-client"]
-    assert rotation.endpoint.open_channels == 1, "the old channel was left open"
 
 
 async def test_a_server_that_trusts_another_authority_is_reached_without_a_restart(rotation: Rotation) -> None:

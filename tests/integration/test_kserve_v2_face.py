@@ -13,8 +13,8 @@ import pytest
 
 from carpool.tools.sim_gpu import GpuFleet
 from support.client import Response
-from support.gateway import Peer, ask, eventually, metric, request_bytes, serving
-from support.processes import PATIENCE_S, GatewayProcess, carpool
+from support.gateway import ask, serving
+from support.processes import PATIENCE_S, GatewayProcess
 from support.tensor_gpu import CONFIGURATION, tensor_gpu
 
 pytestmark = pytest.mark.xdist_group("kserve_v2_face")
@@ -128,27 +128,6 @@ def test_a_call_of_many_rows_takes_as_many_seats(gateway: GatewayProcess, gpu: G
     assert after.largest_batch <= 64
 
 
-@pytest.mark.parametrize(
-    ("head", "tail", "says"),
-    [
-        ({"inputs": []}, b"", "tensors"),
-        ({"inputs": [{"name": "T", "datatype": "FP8", "shape": [1], "data": [1]}]}, b"", "FP32"),
-        ({"inputs": [{"name": "T", "datatype": "FP32", "shape": [2], "data": [1]}]}, b"", "elements"),
-        ({"inputs": [{"name": "T", "datatype": "FP32", "shape": [1], "data": ["x"]}]}, b"", "FP32"),
-        ({"inputs": [{"name": "T", "datatype": "UINT8", "shape": [1], "data": [256]}]}, b"", "UINT8"),
-        ({"inputs": [{"name": "T", "datatype": "FP32", "shape": [0, 1], "data": []}]}, b"", "rows"),
-        ({"inputs": [raw("T", "BYTES", [1], b"\xff\xff\xff\xff")]}, b"\xff\xff\xff\xff", "length"),
-        ({"inputs": [raw("T", "FP32", [1], b"1234")]}, b"12345", "binary_data_size"),
-        ({"inputs": [raw("T", "FP32", [1], b"1234")], "outputs": [{"name": "Z"}]}, b"1234", "asked for"),
-    ],
-)
-def test_bad_input_is_refused_in_the_protocols_form(
-    gateway: GatewayProcess, head: dict[str, Any], tail: bytes, says: str
-) -> None:
-    answer = infer(gateway, head, tail)
-    assert answer.status == 400 and says in answer.json["error"] and list(answer.json) == ["error"]
-
-
 def test_other_errors_have_the_form_too(gateway: GatewayProcess) -> None:
     good = {"inputs": [{"name": "T", "datatype": "FP32", "shape": [1], "data": [1]}]}
     for method, target, status, says in (
@@ -185,16 +164,6 @@ def test_one_bad_row_fails_its_call_and_nobody_elses(gateway: GatewayProcess) ->
     refused = call("a", POISON, "b")
     assert refused.status == 422 and list(refused.json) == ["error"]
     assert call("a", "b").json["outputs"][0]["data"] == ["a", "b"]
-
-
-def test_a_client_that_leaves_takes_all_its_rows_along(gateway: GatewayProcess) -> None:
-    texts = [f"left {number}" for number in range(300)]
-    head = json.dumps({"inputs": [{"name": "T", "datatype": "BYTES", "shape": [300], "data": texts}]}).encode()
-    before = metric(gateway, 'carpool_requests_total{outcome="client-left"}')
-    with Peer(gateway.port) as peer:
-        peer.send(request_bytes("POST", INFER, head))
-    assert eventually(lambda: metric(gateway, "carpool_held_requests") == 0)
-    assert metric(gateway, 'carpool_requests_total{outcome="client-left"}') >= before
 
 
 def test_octets_both_ways(gateway: GatewayProcess) -> None:
@@ -235,30 +204,6 @@ def test_octets_of_a_model_that_speaks_json(gateway: GatewayProcess) -> None:
     assert answer.body == base64.b64decode(base64.b64encode(b"abc")[::-1])
     answer = ask(gateway.port, "POST", "/v1/predict?model_id=words", b"a", OCTETS, ASKS_FOR_OCTETS)
     assert answer.headers["content-type"] == "application/json" and answer.json["output"] == "==QY"
-
-
-def test_a_dead_letter_with_raw_tensors_is_shown_and_replayed(gateway: GatewayProcess) -> None:
-    text = f"{POISON} {'x' * 1000}".encode()
-    good = ask(gateway.port, "POST", "/v1/predict?model_id=image", b"good", OCTETS)
-    assert good.status == 200
-    assert ask(gateway.port, "POST", "/v1/predict?model_id=image", text, OCTETS).status == 422
-    admin = gateway.admin_port
-    [letter] = [
-        each for each in ask(admin, "GET", "/internal/dead-letters").json["dead_letters"] if each["model"] == "image"
-    ]
-    shown = ask(admin, "GET", f"/internal/dead-letters/{letter['id']}").json["input"]
-    assert (shown["name"], shown["datatype"], shown["shape"]) == ("IMAGE", "BYTES", [1, 1])
-    assert base64.b64decode(shown["b64"]).endswith(text)
-    printed = carpool("dlq", "show", str(letter["id"]), "--admin", f"http://127.0.0.1:{admin}").stdout
-    assert "IMAGE" in printed and "characters; --json shows all" in printed
-    replayed = ask(admin, "POST", f"/internal/dead-letters/{letter['id']}/replay")
-    task_id = replayed.json["task_id"]
-    state = ask(gateway.port, "GET", f"/v1/result/{task_id}?wait_ms=30000").json
-    assert state["status"] == "FAILED"
-    # What is shown is what a client could send itself.
-    shown["b64"] = base64.b64encode(packed_texts("ab")).decode()
-    again = ask(gateway.port, "POST", "/v1/inference", {"model": "image", "input": shown}, JSON)
-    assert base64.b64decode(again.json["output"][0]["b64"]) == packed_texts("ba")
 
 
 def test_a_call_counts_as_its_rows(tmp_path: Path, gpu: GpuFleet) -> None:

@@ -104,16 +104,6 @@ def test_typed_contents(client: GrpcClient, datatype: str, field: str, values: l
     assert found == ([b"ba", b""] if datatype == "BYTES" else values)
 
 
-def test_rows_ride_with_others(client: GrpcClient) -> None:
-    def one(value: float) -> Any:
-        tensor = {"name": "X", "datatype": "FP64", "shape": [1, 1], "contents": {"fp64_contents": [value]}}
-        return message("inference.ModelInferRequest")(model_name="mirror", inputs=[tensor])
-
-    method = client.method(f"{SERVICE}/ModelInfer")
-    calls = [method.future(one(number)) for number in range(100)]
-    assert [each.result(PATIENCE_S).outputs[0].contents.fp64_contents[0] for each in calls] == list(range(100))
-
-
 GOOD = {"name": "X", "datatype": "FP32", "shape": [1, 2]}
 SHARED = {"shared_memory_region": {"string_param": "x"}}
 

@@ -30,11 +30,7 @@ async def halves(directory: Path, redis_url: str) -> AsyncIterator[GatewayProces
             running_role(directory / "b", "batcher", settings=settings),
             running_role(directory / "g", "gateway", settings=settings) as gateway,
         ):
-
-            async def is_ready() -> bool:
-                return (await ask_once(gateway.admin_port, "GET", "/internal/ready")).status == 200
-
-            await until(is_ready)
+            await gateway.until_ready()
             yield gateway
 
 

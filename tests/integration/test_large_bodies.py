@@ -7,17 +7,17 @@ kernel's own count.
 
 import asyncio
 import re
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 
 from support.gateway import ask, serving
-from support.processes import CLEAN_ENVIRONMENT, PATIENCE_S, GatewayProcess
+from support.processes import CLEAN_ENVIRONMENT, GatewayProcess
 from support.stream_server import stream_server
 from support.tensor_gpu import CONFIGURATION
+from support.threads import in_a_thread
 
 pytestmark = pytest.mark.xdist_group("large_bodies")
 IMAGE_BYTES = 5_000_000
@@ -47,31 +47,16 @@ class Upstream:
             writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % (len(text) + size) + text + bytes(size))
             await writer.drain()
 
-    @contextmanager
-    def running(self) -> Iterator["Upstream"]:
-        loop, is_listening = asyncio.new_event_loop(), threading.Event()
-        is_over = asyncio.Event()
-
-        async def run() -> None:
-            async with stream_server(self.serve, limit=1 << 20) as server:
-                self.port = server.port
-                is_listening.set()
-                await is_over.wait()
-
-        thread = threading.Thread(target=lambda: loop.run_until_complete(run()))
-        thread.start()
-        try:
-            assert is_listening.wait(PATIENCE_S)
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator["Upstream"]:
+        async with stream_server(self.serve, limit=1 << 20) as server:
+            self.port = server.port
             yield self
-        finally:
-            loop.call_soon_threadsafe(is_over.set)
-            thread.join()
-            loop.close()
 
 
 @pytest.fixture(scope="module")
 def upstream() -> Iterator[Upstream]:
-    with Upstream().running() as running:
+    with in_a_thread(Upstream().running()) as (running, _):
         yield running
 
 

@@ -6,7 +6,6 @@ import ssl
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from functools import wraps
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -40,10 +39,9 @@ def answer_long(exchange: Exchange) -> None:
 
 @asynccontextmanager
 async def serving(
-    folder: Path, has_tls: bool, limits: HttpLimits, handler: Callable[[Exchange], None] = answer_long
+    certificates: Certificates | None, limits: HttpLimits, handler: Callable[[Exchange], None] = answer_long
 ) -> AsyncIterator[tuple[HttpServer, Callable[[], socket.socket]]]:
     """A server, and who makes blocking connections to it, for which the kernel holds little."""
-    certificates = Certificates(folder) if has_tls else None
     server = HttpServer(handler, limits)
     port = await server.start("127.0.0.1", 0, certificates.of_server() if certificates else None)
 
@@ -86,8 +84,8 @@ async def read_all(client: socket.socket) -> bytes:
 
 @with_and_without_tls
 @on_uvloop
-async def test_who_does_not_read_is_cut_off(tmp_path: Path, has_tls: bool) -> None:
-    async with serving(tmp_path, has_tls, HttpLimits(write_timeout_s=0.5)) as (server, connect):
+async def test_who_does_not_read_is_cut_off(certificates: Certificates, has_tls: bool) -> None:
+    async with serving(certificates if has_tls else None, HttpLimits(write_timeout_s=0.5)) as (server, connect):
         client = await ask(connect, LAST)
         await until(lambda: len(server.connections) == 1)
         await until(lambda: not server.connections)
@@ -95,14 +93,14 @@ async def test_who_does_not_read_is_cut_off(tmp_path: Path, has_tls: bool) -> No
 
 
 @on_uvloop
-async def test_who_ends_its_side_and_does_not_read_is_cut_off(tmp_path: Path) -> None:
+async def test_who_ends_its_side_and_does_not_read_is_cut_off() -> None:
     def answer(exchange: Exchange) -> None:
         exchange.respond(200, LONG[:16384])
 
     def is_behind() -> bool:
         return any(each.transport and each.transport.get_write_buffer_size() for each in server.connections)
 
-    async with serving(tmp_path, False, HttpLimits(write_timeout_s=0.5), answer) as (server, connect):
+    async with serving(None, HttpLimits(write_timeout_s=0.5), answer) as (server, connect):
         client = await ask(connect, b"")
         while not is_behind():  # by so little that it is still read from, and its end is seen
             client.sendall(b"GET / HTTP/1.1\r\nHost: h\r\n\r\n")
@@ -112,20 +110,18 @@ async def test_who_ends_its_side_and_does_not_read_is_cut_off(tmp_path: Path) ->
         client.close()
 
 
-@with_and_without_tls
 @on_uvloop
-async def test_who_reads_late_gets_all(tmp_path: Path, has_tls: bool) -> None:
-    async with serving(tmp_path, has_tls, HttpLimits()) as (server, connect):
+async def test_who_reads_late_gets_all(certificates: Certificates) -> None:
+    async with serving(certificates, HttpLimits()) as (server, connect):
         client = await ask(connect, LAST)
         await asyncio.sleep(3.0)  # longer than a second to linger, and than two for the end of TLS
         assert (await read_all(client)).endswith(b"\r\n\r\n" + LONG)
         await until(lambda: not server.connections)
 
 
-@with_and_without_tls
 @on_uvloop
-async def test_who_reads_late_in_a_drain_gets_all(tmp_path: Path, has_tls: bool) -> None:
-    async with serving(tmp_path, has_tls, HttpLimits()) as (server, connect):
+async def test_who_reads_late_in_a_drain_gets_all() -> None:
+    async with serving(None, HttpLimits()) as (server, connect):
         client = await ask(connect, LAST.replace(b"close", b"keep-alive"))
         await until(lambda: any(connection.bytes_out for connection in server.connections))
         server.stop_listening()
@@ -136,14 +132,14 @@ async def test_who_reads_late_in_a_drain_gets_all(tmp_path: Path, has_tls: bool)
 
 
 @on_uvloop
-async def test_what_comes_behind_the_last_request_does_no_harm(tmp_path: Path) -> None:
+async def test_what_comes_behind_the_last_request_does_no_harm() -> None:
     answered = asyncio.Event()
 
     def answer(exchange: Exchange) -> None:
         answer_long(exchange)
         answered.set()
 
-    async with serving(tmp_path, False, HttpLimits(), answer) as (_, connect):
+    async with serving(None, HttpLimits(), answer) as (_, connect):
         client = await ask(connect, LAST)
         await answered.wait()
         client.sendall(b"\r\n")
@@ -152,19 +148,21 @@ async def test_what_comes_behind_the_last_request_does_no_harm(tmp_path: Path) -
 
 @with_and_without_tls
 @on_uvloop
-async def test_the_end_of_a_connection_that_ends_an_answer_is_in_order(tmp_path: Path, has_tls: bool) -> None:
+async def test_an_end_of_a_connection_that_ends_an_answer_is_in_order(
+    certificates: Certificates, has_tls: bool
+) -> None:
     def answer_in_parts(exchange: Exchange) -> None:
         exchange.begin(200, b"text/plain")
         exchange.write(b"one")
         exchange.end()
 
-    async with serving(tmp_path, has_tls, HttpLimits(), answer_in_parts) as (_, connect):
+    async with serving(certificates if has_tls else None, HttpLimits(), answer_in_parts) as (_, connect):
         client = await ask(connect, b"GET / HTTP/1.0\r\n\r\n")
         assert (await read_all(client)).endswith(b"\r\n\r\none")
 
 
 @on_uvloop
-async def test_what_tls_adds_is_not_taken_for_what_a_client_has_read(tmp_path: Path) -> None:
+async def test_what_tls_adds_is_not_taken_for_what_a_client_has_read(certificates: Certificates) -> None:
     parts = 20_000
 
     def answer(exchange: Exchange) -> None:
@@ -176,7 +174,7 @@ async def test_what_tls_adds_is_not_taken_for_what_a_client_has_read(tmp_path: P
             exchange.write(b"x")
         exchange.end()
 
-    async with serving(tmp_path, True, HttpLimits(write_timeout_s=0.5), answer) as (server, connect):
+    async with serving(certificates, HttpLimits(write_timeout_s=0.5), answer) as (server, connect):
         client = await ask(connect, b"GET /parts HTTP/1.1\r\nHost: h\r\n\r\n")
 
         def read_parts_and_ask_for_more() -> None:

@@ -4,27 +4,21 @@ import asyncio
 import gzip
 import json
 import re
-from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
-from http.client import HTTPConnection
+from collections.abc import Iterator
+from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 import redis.asyncio
 
-from carpool.app import make_process
 from carpool.broker.redis.keys import Keys
-from carpool.composition.process import Process
-from carpool.core.names import Role
-from carpool.face.http.guess_pace import OWN_MAX, OWN_S
-from carpool.face.http.live import VIEWERS_MAX
 from carpool.face.http.page import NAMES
-from carpool.settings import load_settings
 from support.client import Response, ask_once, inference_body
 from support.gateway import Peer, ask, eventually, serving
+from support.inside import process_of
 from support.live import viewing
-from support.processes import PATIENCE_S, GatewayProcess, carpool, until
+from support.processes import GatewayProcess, carpool, until
 from support.redis_fleet import fleet_over
 from support.redis_servers import RedisServer
 
@@ -107,40 +101,6 @@ def test_a_stream_of_seconds(gateway: GatewayProcess) -> None:
         assert viewer.next()["seconds"] > 0
 
 
-def test_the_numbers_are_those_of_metrics(gateway: GatewayProcess) -> None:
-    with viewing(gateway.admin_port) as viewer:
-        viewer.next()
-        answers = [infer(gateway, f"good {n}") for n in range(20)]
-        assert {answer.status for answer in answers} == {200}
-        assert infer(gateway, POISON).status == 422
-        outcomes, problems = (
-            metrics(gateway, "carpool_requests", "outcome"),
-            metrics(gateway, "carpool_problems", "code"),
-        )
-        seen: list[dict[str, Any]] = []
-
-        def is_all(event: dict[str, Any]) -> bool:
-            seen.append(event)
-            return bool(event["requests"] == outcomes)
-
-        event = viewer.until(is_all)
-    assert event["problems"] == problems
-    assert event["dead_letters"] == 1
-    tiers = [tier for each in seen for tier in each["tiers"]]
-    assert {tier["name"] for tier in tiers if tier["admitted"]} == {"free"}
-    admitted = sum(tier["admitted"] * each["seconds"] for each in seen for tier in each["tiers"])
-    assert admitted == pytest.approx(21, abs=0.5)
-    assert event["p99_ms"] >= event["p50_ms"] >= 20
-    batches = {batch[0]: batch for each in seen for _, batch in each["batches"] if batch[5]}
-    assert sum(batch[3] for batch in batches.values()) == 21
-    assert {batch[6] for batch in batches.values()} == {"ok", "upstream-failed"}
-    assert all(batch[5] >= batch[4] > 0 for batch in batches.values())
-    slow = [request for each in seen for request in each["slow"]]
-    asked = {answer.json["request_id"] for answer in answers}
-    assert {request["id"] for request in slow} & asked
-    assert all(request["total_ms"] >= request["queue_ms"] + request["call_ms"] - 0.2 for request in slow)
-
-
 def test_nothing_that_a_client_sent_is_shown(gateway: GatewayProcess) -> None:
     canary = "canary-7f3a"
     with viewing(gateway.admin_port) as viewer:
@@ -148,21 +108,6 @@ def test_nothing_that_a_client_sent_is_shown(gateway: GatewayProcess) -> None:
         assert ask(gateway.port, "POST", "/v1/inference", body, JSON).status == 200
         event = viewer.until(lambda event: event["batches_ended"] > 0)
     assert canary not in json.dumps(event)
-
-
-def test_viewers_are_counted_and_bounded(gateway: GatewayProcess) -> None:
-    with viewing(gateway.admin_port) as first:
-        others = [viewing(gateway.admin_port) for _ in range(VIEWERS_MAX - 1)]
-        for other in others:
-            other.__enter__()
-        try:
-            first.until(lambda event: event["viewers"] == VIEWERS_MAX)
-            refused = ask(gateway.admin_port, "GET", "/internal/live")
-            assert (refused.status, refused.headers["retry-after"]) == (503, "5")
-        finally:
-            for other in others:
-                other.__exit__(None, None, None)
-        first.until(lambda event: event["viewers"] == 1)
 
 
 def test_when_nobody_looks_any_more_the_next_one_sees_only_what_comes_then(gateway: GatewayProcess) -> None:
@@ -227,67 +172,19 @@ def test_a_login_is_a_cookie(guarded: GatewayProcess) -> None:
     assert ask(port, "DELETE", "/internal/login").headers["set-cookie"].startswith("carpool_admin=;")
 
 
-def test_tokens_are_guessed_slowly(guarded: GatewayProcess) -> None:
-    """From another address than the other tests have."""
-
-    def from_elsewhere(method: str, path: str, body: bytes, **headers: str) -> tuple[int, str | None]:
-        connection = HTTPConnection("127.0.0.1", guarded.admin_port, PATIENCE_S, ("127.0.0.9", 0))
-        connection.request(method, path, body, headers)
-        answer = connection.getresponse()
-        answer.read()
-        connection.close()
-        return answer.status, answer.headers["Retry-After"]
-
-    def guess(number: int) -> tuple[int, str | None]:
-        if number % 2:
-            return from_elsewhere("POST", "/internal/login", b"guess %d" % number)
-        return from_elsewhere("GET", "/metrics", b"", Authorization=f"Bearer guess {number}")
-
-    answers = [guess(number) for number in range(100)]
-    statuses = [status for status, _ in answers]
-    assert statuses[:OWN_MAX] == [401] * OWN_MAX and set(statuses[OWN_MAX:]) <= {401, 429}
-    assert statuses.count(401) < 50, "places come back, but slowly"
-    assert all(wait is not None and 1 <= int(wait) <= OWN_S for status, wait in answers if status == 429)
-    assert from_elsewhere("GET", "/", b"")[0] == 200, "the page itself is for everybody"
-    assert ask(guarded.admin_port, "GET", "/metrics", b"", f"Authorization: Bearer {TOKEN}").status == 200
-
-
-def test_a_login_from_another_origin_is_refused(guarded: GatewayProcess) -> None:
-    answer = ask(guarded.admin_port, "POST", "/internal/login", TOKEN.encode(), "Origin: http://evil.example")
-    assert answer.status == 403
-
-
 # Over Redis
 
 
-@asynccontextmanager
-async def process_of(role: Role, **more: Any) -> AsyncIterator[Process]:
-    """A process as a command starts it, in this one; its settings by their names with `__` for the dot."""
-    flags = {"gateway.port": 0, "gateway.admin_port": 0, "gateway.drain_grace_s": 0, "tasks.journal": False}
-    flags |= {name.replace("__", "."): value for name, value in more.items()}
-    process = make_process(load_settings(flags, environ={}, file=None), role)
-    try:
-        await process.start()
-        yield process
-        await process.drain()
-    finally:
-        await process.close()
-
-
-@pytest.mark.parametrize("broker", ["memory", "redis"])
 async def test_a_slow_request_that_is_shown_can_be_asked_for(
-    tmp_path: Path, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch, broker: str
+    tmp_path: Path, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At any gateway, though many have come since: on a page it stands for a minute."""
     monkeypatch.setattr("carpool.face.intake.RECENT_KEPT", 2)
     sim = {"upstream__endpoints": ["sim:?latency_ms=5&slots=4"]}
     async with AsyncExitStack() as running:
-        if broker == "memory":
-            here = there = await running.enter_async_context(process_of("serve", **sim))
-        else:
-            shared = {"broker__url": redis_server.url, "broker__namespace": tmp_path.name}
-            await running.enter_async_context(process_of("batcher", **shared, **sim))
-            here, there = [await running.enter_async_context(process_of("gateway", **shared)) for _ in range(2)]
+        shared = {"broker__url": redis_server.url, "broker__namespace": tmp_path.name}
+        await running.enter_async_context(process_of("batcher", **shared, **sim))
+        here, there = [await running.enter_async_context(process_of("gateway", **shared)) for _ in range(2)]
 
         async def is_ready() -> bool:
             return (await ask_once(here.admin_port, "GET", "/internal/ready")).status == 200
@@ -295,8 +192,7 @@ async def test_a_slow_request_that_is_shown_can_be_asked_for(
         await until(is_ready)
         with ExitStack() as looking:  # in a thread: the other side is in this one
             viewer = await asyncio.to_thread(looking.enter_context, viewing(there.admin_port))
-            number = 1 if broker == "memory" else 3
-            await asyncio.to_thread(viewer.until, lambda event: len(event["processes"]) == number)
+            await asyncio.to_thread(viewer.until, lambda event: len(event["processes"]) == 3)
             named = "X-Request-Id: the-slow-one\r\n"
             await ask_once(here.port, "POST", "/v1/inference", inference_body("slow"), named)
 
@@ -318,30 +214,29 @@ async def test_any_process_shows_the_whole_fleet(tmp_path: Path, redis_server: R
         one, other = (await fleet.add("gateway")).process, (await fleet.add("gateway")).process
         batcher = (await fleet.add("batcher", "--upstream", sim)).process
         await fleet.wait_until_ready()
-        for looked_at in (other, batcher):
-            with viewing(looked_at.admin_port) as viewer:
-                await asyncio.to_thread(viewer.until, lambda event: len(event["processes"]) == 3)
-                for n in range(10):
-                    answer = await ask_once(one.port, "POST", "/v1/inference", inference_body(f"{n}"))
-                    assert answer.status == 200
-                seen: list[dict[str, Any]] = []
+        with viewing(batcher.admin_port) as viewer:
+            await asyncio.to_thread(viewer.until, lambda event: len(event["processes"]) == 3)
+            for n in range(10):
+                answer = await ask_once(one.port, "POST", "/v1/inference", inference_body(f"{n}"))
+                assert answer.status == 200
+            seen: list[dict[str, Any]] = []
 
-                def is_seen(event: dict[str, Any], seen: list[dict[str, Any]] = seen) -> bool:
-                    seen.append(event)
-                    sizes = {batch[0]: batch[3] for each in seen for _, batch in each["batches"] if batch[5]}
-                    return bool(sum(sizes.values()) >= 10)
+            def is_seen(event: dict[str, Any]) -> bool:
+                seen.append(event)
+                sizes = {batch[0]: batch[3] for each in seen for _, batch in each["batches"] if batch[5]}
+                return bool(sum(sizes.values()) >= 10)
 
-                event = await asyncio.to_thread(viewer.until, is_seen)
-                assert {process["role"] for each in seen for process in each["processes"]} == {"gateway", "batcher"}
-                places = {each["processes"][place]["role"] for each in seen for place, _ in each["batches"]}
-                assert places == {"batcher"}
-                counted = [await process.metric("carpool_requests_total") for process in (one, other, batcher)]
+            event = await asyncio.to_thread(viewer.until, is_seen)
+            assert {process["role"] for each in seen for process in each["processes"]} == {"gateway", "batcher"}
+            places = {each["processes"][place]["role"] for each in seen for place, _ in each["batches"]}
+            assert places == {"batcher"}
+            total = sum([await process.metric("carpool_requests_total") for process in (one, other, batcher)])
 
-                def is_counted(event: dict[str, Any], total: float = sum(counted)) -> bool:
-                    return bool(sum(event["requests"].values()) == total)
+            def is_counted(event: dict[str, Any]) -> bool:
+                return bool(sum(event["requests"].values()) == total)
 
-                if not is_counted(event):
-                    await asyncio.to_thread(viewer.until, is_counted)
+            if not is_counted(event):
+                await asyncio.to_thread(viewer.until, is_counted)
         # Nobody looks any more: what was written for those who did is soon gone.
         async with redis.asyncio.from_url(redis_server.url) as client:
 

@@ -1,9 +1,9 @@
 """A slot of a Cluster moves to another node, key by key: its shard stands still meanwhile, and loses nothing."""
 
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
+import pytest_asyncio
 
 from carpool.broker.redis.keys import Shard
 from carpool.core.task import StoredTask
@@ -16,10 +16,14 @@ from support.tasks import told
 TASKS = 4
 
 
-@pytest.fixture
-async def cluster(tmp_path: Path) -> AsyncIterator[RedisCluster]:
-    """One whose slots the test may move."""
-    async with running_cluster(tmp_path, replicas=0, node_timeout_ms=5000) as cluster:
+pytestmark = pytest.mark.xdist_group("moving slots")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[RedisCluster]:
+    """One whose slots the tests may move."""
+    directory = tmp_path_factory.mktemp("moving-slots")
+    async with running_cluster(directory, replicas=0, node_timeout_ms=5000) as cluster:
         yield cluster
 
 

@@ -12,7 +12,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from carpool.telemetry.metrics import METRICS
-from support.client import Response, ask_once, inference_body
+from support.client import ask_once
 from support.processes import GatewayProcess, running_gateway, until
 from support.redis_fleet import Fleet, fleet_over
 from support.redis_servers import RedisServer, running_redis
@@ -21,35 +21,18 @@ from support.webhooks import SECRET
 
 ASYNC = "Prefer: respond-async\r\n"
 SIM = "sim:?latency_ms=5&slots=4"
-WAIT_MS = 30_000
 
 
-async def ask(port: int, text: str, headers: str = "") -> Response:
-    return await ask_once(port, "POST", "/v1/inference", inference_body(text), headers)
-
-
-async def submit(port: int, text: str) -> str:
+async def submit(process: GatewayProcess, text: str) -> str:
     body = json.dumps({"input": text, "client_id": f"client of {text}"}).encode()
-    accepted = await ask_once(port, "POST", "/v1/inference", body, ASYNC)
+    accepted = await ask_once(process.port, "POST", "/v1/inference", body, ASYNC)
     assert accepted.status == 202, accepted.body
     task_id: str = accepted.json["task_id"]
     return task_id
 
 
-async def result(port: int, task_id: str) -> str:
-    told = await ask_once(port, "GET", f"/v1/result/{task_id}?wait_ms={WAIT_MS}")
-    status: str = told.json["status"]
-    return status
-
-
-async def state(process: GatewayProcess, request_id: str) -> Any:
-    """What `/internal/requests/{id}` says; the status of the answer where it is no 200."""
-    response = await ask_once(process.admin_port, "GET", f"/internal/requests/{request_id}")
-    return response.json if response.status == 200 else response.status
-
-
 async def is_in(process: GatewayProcess, request_id: str, status: str) -> bool:
-    found = await state(process, request_id)
+    found = await process.state(request_id)
     return bool(found != 404 and found["status"] == status)
 
 
@@ -84,19 +67,19 @@ async def test_every_outcome_counts_once_over_the_fleet(
         for role in roles:
             await fleet.add(role, *(() if role == "gateway" else ("--upstream", upstream.url)))
         await fleet.wait_until_ready()
-        [*ports] = fleet.ports()
-        asked = await asyncio.gather(*(ask(ports[n % len(ports)], f"good {n}") for n in range(30)))
+        first, last = fleet.gateways[0].process, fleet.gateways[-1].process
+        asked = await asyncio.gather(*((last if n % 2 else first).ask(f"good {n}") for n in range(30)))
         assert {response.status for response in asked} == {200}
-        assert (await ask(ports[-1], "bad")).status == 422
-        tasks = [await submit(ports[0], f"task {n}") for n in range(10)]
-        assert {await result(ports[-1], task) for task in tasks} == {"SUCCESS"}
-        assert await result(ports[0], await submit(ports[0], "a bad one")) == "FAILED"
+        assert (await last.ask("bad")).status == 422
+        tasks = [await first.submit(f"task {n}") for n in range(10)]
+        assert {(await last.result(task))["status"] for task in tasks} == {"SUCCESS"}
+        assert (await first.result(await first.submit("a bad one")))["status"] == "FAILED"
         upstream.gate.clear()
-        deleted = await submit(ports[0], "deleted")
+        deleted = await first.submit("deleted")
         for _ in range(2):  # the second time there is no such task
-            await ask_once(ports[-1], "DELETE", f"/v1/result/{deleted}")
+            await ask_once(last.port, "DELETE", f"/v1/result/{deleted}")
         upstream.gate.set()
-        assert (await ask_once(ports[0], "DELETE", f"/v1/result/{tasks[0]}")).status == 204  # it has its outcome
+        assert (await ask_once(first.port, "DELETE", f"/v1/result/{tasks[0]}")).status == 204  # it has its outcome
         expected = Counter({"ok": 40, "input-refused": 2, "client-left": 1})
         assert await outcomes(*all_of(fleet)) == expected
         assert await waits(*all_of(fleet)) >= 40
@@ -117,7 +100,7 @@ async def test_direct_mode_counts(tmp_path: Path, role: str) -> None:
 
         await until(is_direct)
         before, waited = await outcomes(gateway), await waits(gateway)
-        answers = await asyncio.gather(*(ask(gateway.port, f"alone {n}") for n in range(20)))
+        answers = await asyncio.gather(*(gateway.ask(f"alone {n}") for n in range(20)))
         assert [response.status for response in answers] == [200] * 20
         assert await outcomes(gateway) - before == Counter({"ok": 20})
         assert await waits(gateway) - waited == 20
@@ -133,61 +116,41 @@ async def test_a_task_is_told_at_any_gateway_in_every_state(tmp_path: Path, redi
         upstream.gate.clear()
         batcher = (await fleet.add("batcher", "--upstream", upstream.url, "--max-batch", "1")).process
         await fleet.wait_until_ready()
-        taken = await submit(one.port, "taken")
+        taken = await submit(one, "taken")
         await until(lambda: upstream.in_flight == 1)
-        waits = await submit(one.port, "waits")
+        waits = await submit(one, "waits")
         for process in (one, other, batcher):
             await until(lambda process=process: is_in(process, taken, "processing"))
-            found = await state(process, waits)
+            found = await process.state(waits)
             assert (found["status"], found["error"], found["client_id"]) == ("queued", None, "client of waits")
             assert 0 <= found["latency_ms"] < 60_000
         await asyncio.sleep(0.2)
         upstream.gate.set()
-        assert [await result(other.port, task) for task in (taken, waits)] == ["SUCCESS", "SUCCESS"]
+        assert [(await other.result(task))["status"] for task in (taken, waits)] == ["SUCCESS", "SUCCESS"]
         upstream.poison = "bad"
-        bad = await submit(other.port, "bad")
-        assert await result(one.port, bad) == "FAILED"
+        bad = await submit(other, "bad")
+        assert (await one.result(bad))["status"] == "FAILED"
         for process in (one, other, batcher):
-            found = await state(process, taken)
+            found = await process.state(taken)
             assert (found["status"], found["error"], found["client_id"]) == ("completed", None, "client of taken")
             assert 190 <= found["latency_ms"] < 60_000
-            assert (await state(process, bad))["status"] == "failed"
-            assert (await state(process, bad))["error"] == "input-refused"
-            assert await state(process, "0" * 32) == 404
-
-
-async def test_a_synchronous_request_is_told_at_any_gateway(tmp_path: Path, redis_server: RedisServer) -> None:
-    settings = {"broker.namespace": tmp_path.name}
-    async with scripted_upstream() as upstream, fleet_over(tmp_path, redis_server.url, settings) as fleet:
-        one, other = (await fleet.add("gateway")).process, (await fleet.add("gateway")).process
-        upstream.gate.clear()
-        await fleet.add("batcher", "--upstream", upstream.url, "--max-batch", "1")
-        await fleet.wait_until_ready()
-        first = asyncio.create_task(ask(one.port, "first", "X-Request-Id: my:first\r\n"))
-        await until(lambda: upstream.in_flight == 1)
-        second = asyncio.create_task(ask(one.port, "second", "X-Request-Id: my:second\r\n"))
-        for process in (one, other):
-            await until(lambda process=process: is_in(process, "my:first", "processing"))
-            await until(lambda process=process: is_in(process, "my:second", "queued"))
-        upstream.gate.set()
-        assert [(await each).status for each in (first, second)] == [200, 200]
-        for process in (one, other):
-            assert (await state(process, "my:first"))["status"] == "completed"
-            assert await state(process, "my:third") == 404
+            assert (await process.state(bad))["status"] == "failed"
+            assert (await process.state(bad))["error"] == "input-refused"
+            assert await process.state("0" * 32) == 404
 
 
 async def test_without_redis_a_finished_task_is_told_after_a_restart(tmp_path: Path) -> None:
     async with scripted_upstream() as upstream:
         async with running_gateway(tmp_path, upstream.url) as gateway:
-            good = await submit(gateway.port, "good")
-            assert await result(gateway.port, good) == "SUCCESS"
+            good = await submit(gateway, "good")
+            assert (await gateway.result(good))["status"] == "SUCCESS"
             upstream.poison = "bad"
-            bad = await submit(gateway.port, "bad")
-            assert await result(gateway.port, bad) == "FAILED"
-            before = [await state(gateway, good), await state(gateway, bad)]
+            bad = await submit(gateway, "bad")
+            assert (await gateway.result(bad))["status"] == "FAILED"
+            before = [await gateway.state(good), await gateway.state(bad)]
             gateway.kill()
         async with running_gateway(tmp_path, upstream.url) as gateway:
-            after = [await state(gateway, good), await state(gateway, bad)]
+            after = [await gateway.state(good), await gateway.state(bad)]
             assert [found["status"] for found in after] == ["completed", "failed"] == [f["status"] for f in before]
             assert [found["error"] for found in after] == [None, "input-refused"]
             assert all(0 < found["latency_ms"] < 60_000 for found in after)

@@ -39,7 +39,7 @@ SCHEMATHESIS_S_MAX = 300
 # Not: missing_test_data. Whether there is a dead letter with an id drawn by chance says nothing of the document.
 DOCUMENT_WARNINGS = "missing_auth,base_url_mismatch,validation_mismatch,missing_deserializer,unresolvable_reference"
 # Of each operation.
-EXAMPLES = settings().max_examples // 4
+EXAMPLES = settings().max_examples // 8
 
 
 @pytest.fixture(scope="module")
@@ -175,58 +175,25 @@ def test_answers_say_no_more_and_no_less_than_their_types(gateway: GatewayProces
     assert admin("POST", "webhooks/retry").read_as(WebhooksRetried).retried == 0
 
 
+GATEWAY_PATHS = """
+    / /openapi.json /v1/inference /v1/predict /v1/result/{task_id} /v1/result/{task_id}/events /v1/stream
+    /v1/stream/tickets /v1/embeddings /v1/completions /v1/chat/completions /v1/models /v1/models/{name}
+    /v1/models/{name}:predict /embed /v2 /v2/health/live /v2/health/ready /v2/models/{model} /v2/models/{model}/ready
+    /v2/models/{model}/infer /v2/models/{model}/versions/{version} /v2/models/{model}/versions/{version}/ready
+    /v2/models/{model}/versions/{version}/infer
+"""
+ADMIN_PATHS = """
+    /openapi.json /metrics /internal/health /internal/ready /internal/requests/{id} /internal/fleet
+    /internal/dead-letters /internal/dead-letters/replay /internal/dead-letters/{id} /internal/dead-letters/{id}/replay
+    /internal/webhooks /internal/webhooks/retry /internal/webhooks/{task_id}/retry
+"""
+
+
 def test_every_operation_and_reference_is_there() -> None:
-    for text, paths in (
-        (
-            gateway_openapi(["a", "b"], "a", 30_000, ["b"]),
-            {
-                "/",
-                "/v1/inference",
-                "/v1/predict",
-                "/v1/result/{task_id}",
-                "/v1/embeddings",
-                "/v1/completions",
-                "/v1/chat/completions",
-                "/v1/models",
-                "/v1/models/{name}",
-                "/v1/models/{name}:predict",
-                "/embed",
-                "/v1/result/{task_id}/events",
-                "/v1/stream",
-                "/v1/stream/tickets",
-                "/v2",
-                "/v2/health/live",
-                "/v2/health/ready",
-                "/v2/models/{model}",
-                "/v2/models/{model}/ready",
-                "/v2/models/{model}/infer",
-                "/v2/models/{model}/versions/{version}",
-                "/v2/models/{model}/versions/{version}/ready",
-                "/v2/models/{model}/versions/{version}/infer",
-                "/openapi.json",
-            },
-        ),
-        (
-            admin_openapi(),
-            {
-                "/internal/health",
-                "/internal/ready",
-                "/internal/requests/{id}",
-                "/internal/fleet",
-                "/internal/dead-letters",
-                "/internal/dead-letters/replay",
-                "/internal/dead-letters/{id}",
-                "/internal/dead-letters/{id}/replay",
-                "/internal/webhooks",
-                "/internal/webhooks/retry",
-                "/internal/webhooks/{task_id}/retry",
-                "/metrics",
-                "/openapi.json",
-            },
-        ),
-    ):
+    of_gateway = gateway_openapi(["a", "b"], "a", 30_000, ["b"])
+    for text, paths in ((of_gateway, GATEWAY_PATHS), (admin_openapi(), ADMIN_PATHS)):
         document = json.loads(text)
-        assert set(document["paths"]) == paths
+        assert set(document["paths"]) == set(paths.split())
         schemas = {f"#/components/schemas/{name}" for name in document["components"]["schemas"]}
         assert set(re.findall(r'"\$ref":"([^"]+)"', text.decode())) <= schemas
         operations = [

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from support.client import Connection, Response, ask_once, inference_body
-from support.processes import GatewayProcess, running_gateway, running_role, until
+from support.processes import GatewayProcess, running_gateway, until
 from support.redis_servers import RedisServer
+from support.stage import stage
 from support.upstreams import ScriptedUpstream, let_work_once, scripted_upstream
 
 JSON = "Content-Type: application/json\r\n"
@@ -48,7 +49,7 @@ async def owners(gateway: GatewayProcess, number: int) -> dict[str, str]:
     async def are_there() -> bool:
         return len(await listed()) == number
 
-    await until(are_there, within_s=10)
+    await until(are_there)
     shown = [await ask_once(gateway.admin_port, "GET", f"/internal/dead-letters/{each}") for each in await listed()]
     return {letter.json["input"]: letter.json["owner"] for letter in shown}
 
@@ -76,26 +77,12 @@ async def send_all(port: int) -> dict[str, str]:
     return expected
 
 
-async def test_everybody_is_known_by_an_address(tmp_path: Path, upstream: ScriptedUpstream) -> None:
-    async with running_gateway(tmp_path, upstream.url, "--max-batch", "1", settings=SETTINGS) as gateway:
-        await let_work_once(gateway.port)
-        expected = await send_all(gateway.port)
-        assert await owners(gateway, len(expected)) == expected
-
-
-async def test_over_redis_everybody_is_known_to_the_batcher(
+async def test_everybody_is_known_by_an_address(
     tmp_path: Path, upstream: ScriptedUpstream, redis_server: RedisServer
 ) -> None:
-    settings = {**SETTINGS, "broker.url": redis_server.url, "broker.namespace": tmp_path.name}
-    async with (
-        running_role(tmp_path / "b", "batcher", "--upstream", upstream.url, "--max-batch", "1", settings=settings),
-        running_role(tmp_path / "g", "gateway", settings=settings) as gateway,
-    ):
-
-        async def is_ready() -> bool:
-            return (await ask_once(gateway.admin_port, "GET", "/internal/ready")).status == 200
-
-        await until(is_ready)
+    """To the gateway, which writes it down, and to the batcher, which reads it."""
+    flags = ["--upstream", upstream.url, "--max-batch", "1"]
+    async with stage(tmp_path, flags, "redis", SETTINGS, redis_server) as (gateway, *_):
         await let_work_once(gateway.port)
         expected = await send_all(gateway.port)
         assert await owners(gateway, len(expected)) == expected

@@ -1,7 +1,6 @@
 """`broker.persistence = "forbidden"`: no process starts on a Redis that writes to a disk, or is silent about one."""
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from carpool.broker.redis.keys import Keys
 from carpool.core.finding import Finding
 from carpool.tools.doctor import Doctor
 from carpool.tools.doctor_checks import Wants
-from support.processes import running_role, until
+from support.processes import carpool, running_role, until
 from support.redis_servers import RedisServer, running_cluster, running_redis
 
 SIM = "sim:?latency_ms=5&slots=4"
@@ -23,9 +22,8 @@ DISKLESS = ("--repl-diskless-sync", "yes", "--repl-diskless-load", "swapdb")
 
 def start(url: str, cwd: Path, *command: str) -> "subprocess.CompletedProcess[str]":
     """A process that should not start; with a leading word, another command."""
-    line = [sys.executable, "-m", "carpool", *(command or ("batcher", "--upstream", SIM)), "--broker", url]
-    environment = {"CARPOOL_BROKER_PERSISTENCE": "forbidden", "PATH": ""}
-    return subprocess.run(line, cwd=cwd, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    line = (*(command or ("batcher", "--upstream", SIM)), "--broker", url)
+    return carpool(*line, cwd=cwd, CARPOOL_BROKER_PERSISTENCE="forbidden")
 
 
 async def disks(url: str) -> list[Finding]:

@@ -1,7 +1,7 @@
 """Clients that were written from a plain description of such a gateway, unchanged and all at one gateway.
 
 Each knows a few sentences: where to post, what comes back, that its key goes into a header. They run against one
-gateway process, with an upstream that has field names of its own; once embedded, once over Redis.
+gateway process over Redis, with an upstream that has field names of its own.
 """
 
 import asyncio
@@ -23,7 +23,6 @@ from support.processes import (
     CLEAN_ENVIRONMENT,
     PATIENCE_S,
     GatewayProcess,
-    running_gateway,
     running_role,
     until,
     variable,
@@ -328,13 +327,6 @@ async def all_clients(gateway: GatewayProcess, taken: str) -> None:
     assert not [name for name, key in KEYS.items() if key in told]
 
 
-async def test_all_clients_at_one_gateway(tmp_path: Path) -> None:
-    async with configured(tmp_path):
-        taken = await take_key(tmp_path, {"tasks.data_dir": str(tmp_path)})
-        async with running_gateway(tmp_path, "") as gateway:
-            await all_clients(gateway, taken)
-
-
 async def test_all_clients_over_redis(tmp_path: Path, redis_server: RedisServer) -> None:
     settings = {"broker.url": redis_server.url, "broker.namespace": tmp_path.name}
     async with configured(tmp_path):
@@ -343,9 +335,5 @@ async def test_all_clients_over_redis(tmp_path: Path, redis_server: RedisServer)
             running_role(tmp_path, "batcher", settings=settings),
             running_role(tmp_path, "gateway", settings=settings) as gateway,
         ):
-
-            async def is_ready() -> bool:
-                return (await ask_once(gateway.admin_port, "GET", "/internal/ready")).status == 200
-
-            await until(is_ready)
+            await gateway.until_ready()
             await all_clients(gateway, taken)

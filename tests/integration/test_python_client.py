@@ -361,9 +361,9 @@ class TestRetries:
     async def test_all_calls_share_a_budget(self) -> None:
         refusal = problem(Shed("too much"), "Retry-After: 0\r\n")
         async with odd(refusal) as gateway, AsyncClient(gateway.url, retry_share=0.1, retries=3) as client:
-            found = await client.map(["x"] * 200, on_error="return")
+            found = await client.map(["x"] * 60, on_error="return")
             assert all(isinstance(each, Shed) for each in found)
-            assert 200 < len(gateway.heads) <= 200 + 10 + 20
+            assert 60 < len(gateway.heads) <= 60 + 10 + 6
 
     async def test_a_task_is_not_submitted_twice_when_nobody_knows(self) -> None:
         accepted = answer_bytes(b'{"task_id":"t","status":"PENDING"}', 202)

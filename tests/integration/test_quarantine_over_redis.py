@@ -38,5 +38,6 @@ async def test_all_batchers_know_an_offender_and_others_are_answered(tmp_path: P
         async with AddressedClients(gateway.process.port, checker) as clients:
             more = asyncio.create_task(clients.run([Due(number / 20, BAD, "INVALID") for number in range(100)]))
             await until(is_known_everywhere)
-            await more
+            more.cancel()
+            await asyncio.gather(more, return_exceptions=True)
     assert checker.verdict().wrong == 0

@@ -7,12 +7,9 @@ from collections import Counter
 from pathlib import Path
 from random import Random
 
-import pytest
-
 from carpool.admission.leases import leased_max, slack
 from carpool.admission.shared_limits import SharedLimits
 from carpool.broker.redis.client.link import RedisFailure
-from carpool.broker.redis.client.nodes import Nodes
 from carpool.broker.redis.gateway.rates import RedisRateBudget
 from carpool.broker.redis.keys import Keys
 from carpool.broker.redis.redis_ops import TICKS_A_SECOND, RedisOps
@@ -99,64 +96,6 @@ class TestScript:
             await until(lambda: not door.waiting)
             assert (len(door.came_in), door.refused) == (50, [])
             limits.close()
-
-
-class Gateways:
-    """Some gateways' limits on one Redis."""
-
-    def __init__(self, nodes: Nodes, number: int) -> None:
-        keys = new_keys()
-        self.door = LoadShedder(monotonic)
-        self.all = [
-            SharedLimits(
-                RedisRateBudget(RedisOps(nodes, keys), b"g%d" % each), is_reachable=lambda: True, sharers=lambda: number
-            )
-            for each in range(number)
-        ]
-        for limits in self.all:
-            limits.start()
-
-    async def close(self) -> None:
-        await until(lambda: not self.door.waiting)
-        for limits in self.all:
-            limits.close()
-
-
-@pytest.mark.parametrize(("gateways", "per_minute", "burst"), [(2, 6000, 10), (8, 60, 1), (8, 6000, 100)])
-class TestOneBudget:
-    async def test_ten_times_the_limit(
-        self, redis_server: RedisServer, gateways: int, per_minute: int, burst: int
-    ) -> None:
-        async with connected(redis_server.url) as nodes:
-            fleet, caller, began = Gateways(nodes, gateways), limited(per_minute, burst), monotonic()
-            sent = 0
-            while (passed_s := monotonic() - began) < 3.0:
-                while sent < passed_s * per_minute / 6:
-                    fleet.door.knock(fleet.all[sent % gateways], caller)
-                    sent += 1
-                await asyncio.sleep(0.003)
-            await fleet.close()
-            passed_s = monotonic() - began
-            came_in = len(fleet.door.came_in)
-            assert came_in <= per_minute * passed_s / 60 + burst + 0.05 * per_minute
-            assert came_in >= min(per_minute * 3.0 / 60, sent) * 0.9  # and what is its own it gets
-            # A flood does not become one of Redis: at most once for each place, at each gateway, and for leases.
-            assert sum(limits.asks for limits in fleet.all) <= gateways * (came_in + 10 * passed_s)
-
-    async def test_99_per_cent_of_the_limit(
-        self, redis_server: RedisServer, gateways: int, per_minute: int, burst: int
-    ) -> None:
-        async with connected(redis_server.url) as nodes:
-            fleet, caller, began = Gateways(nodes, gateways), limited(per_minute, burst), monotonic()
-            sent, due = 0, began
-            while monotonic() - began < 3.0:
-                await asyncio.sleep(max(0.0, due - monotonic()))
-                fleet.door.knock(fleet.all[sent % gateways], caller)
-                sent += 1
-                due = monotonic() + 60 / per_minute / 0.99
-            await fleet.close()
-            assert fleet.door.refused == []
-            assert len(fleet.door.came_in) == sent
 
 
 async def infer(connection: Connection, text: str = "x", headers: str = "") -> Response:
@@ -254,44 +193,7 @@ async def statuses_from(source: str, gateway: GatewayProcess, number: int) -> Co
     return Counter(answer.status for answer in answers)
 
 
-async def wait_until_ready(*gateways: GatewayProcess) -> None:
-    for gateway in gateways:
-
-        async def is_ready(port: int = gateway.admin_port) -> bool:
-            return (await ask_once(port, "GET", "/internal/ready")).status == 200
-
-        await until(is_ready)
-
-
 class TestProcesses:
-    async def test_two_gateways_have_one_budget(self, tmp_path: Path, redis_server: RedisServer) -> None:
-        settings = {
-            "broker.url": redis_server.url,
-            "broker.namespace": tmp_path.name,
-            # It has no part in this on a busy machine.
-            "broker.redis_timeout_ms": 20_000,
-            "limits.anonymous": 60,
-            "limits.burst": 20,
-        }
-        async with (
-            running_role(tmp_path / "a", "serve", "--upstream", "sim:?latency_ms=1", settings=settings) as one,
-            running_role(tmp_path / "b", "gateway", settings=settings) as other,
-        ):
-            await wait_until_ready(one, other)
-            began = time.monotonic()
-            connections = [await Connection.open(gateway.port) for gateway in (one, other)]
-            answers = [await infer(connections[number % 2]) for number in range(200)]
-            seconds = time.monotonic() - began
-            statuses = Counter(answer.status for answer in answers)
-            assert statuses.keys() == {200, 429}
-            assert 20 <= statuses[200] <= 20 + seconds + 0.05 * 60
-            assert all("ratelimit" in answer.headers for answer in answers)
-            # The rest is refused without asking again.
-            asks = [await gateway.metric("carpool_rate_limit_asks_total") for gateway in (one, other)]
-            assert 0 < sum(asks) <= 60 + 2 * seconds
-            for connection in connections:
-                await connection.close()
-
     async def test_without_redis_each_gateway_has_its_part(self, tmp_path: Path) -> None:
         async with running_redis(tmp_path / "redis") as server:
             settings = {"broker.url": server.url, "limits.anonymous": 60, "limits.burst": 20}
@@ -300,7 +202,8 @@ class TestProcesses:
                 running_role(tmp_path / "a", "serve", *gpu, settings=settings) as one,
                 running_role(tmp_path / "b", "gateway", *gpu, settings=settings) as other,
             ):
-                await wait_until_ready(one, other)
+                await one.until_ready()
+                await other.until_ready()
 
                 async def see_each_other() -> bool:
                     return {await gateway.metric("carpool_live_gateways") for gateway in (one, other)} == {2}
@@ -329,7 +232,7 @@ class TestProcesses:
             }
             gpu = ("--upstream", "sim:?latency_ms=1")
             async with running_role(tmp_path / "a", "serve", *gpu, settings=settings) as gateway:
-                await wait_until_ready(gateway)
+                await gateway.until_ready()
                 stays = await Connection.open(gateway.port)
                 assert (await infer(stays)).status == 200
                 server.stop()

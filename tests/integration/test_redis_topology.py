@@ -19,8 +19,6 @@ from support.redis_servers import HOST, RedisCluster, RedisServer, running_clust
 
 pytestmark = pytest.mark.xdist_group("moving cluster")
 
-SLOTS = 16384
-
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[RedisCluster]:
@@ -32,32 +30,6 @@ async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Red
 def key_and_slot() -> tuple[bytes, int]:
     key = b"moving-%d" % random.getrandbits(64)
     return key, key_slot(key)
-
-
-class Move:
-    """One slot on its way from one primary to another."""
-
-    def __init__(self, slot: int, source: RedisServer, target: RedisServer, names: dict[int, str]) -> None:
-        self.slot = slot
-        self.source = source
-        self.target = target
-        self.names = names
-
-    @classmethod
-    async def of(cls, cluster: RedisCluster, slot: int) -> "Move":
-        source = await cluster.primary_of(slot)
-        target = await cluster.primary_of((slot + SLOTS // 2) % SLOTS)
-        names = {server.port: (await server.ask("CLUSTER", "MYID")).decode() for server in (source, target)}
-        assert source is not target
-        return cls(slot, source, target, names)
-
-    async def begin(self) -> None:
-        await self.target.ask("CLUSTER", "SETSLOT", self.slot, "IMPORTING", self.names[self.source.port])
-        await self.source.ask("CLUSTER", "SETSLOT", self.slot, "MIGRATING", self.names[self.target.port])
-
-    async def finish(self) -> None:
-        for server in (self.target, self.source):
-            await server.ask("CLUSTER", "SETSLOT", self.slot, "NODE", self.names[self.target.port])
 
 
 async def test_every_slot_is_asked_at_its_primary(cluster: RedisCluster) -> None:
@@ -84,7 +56,6 @@ async def test_a_server_that_is_no_cluster(redis_server: RedisServer) -> None:
 
 async def test_a_slot_that_moves_is_followed(cluster: RedisCluster) -> None:
     key, slot = key_and_slot()
-    move = await Move.of(cluster, slot)
     script = script_of(b"return {redis.call('INCR', KEYS[1]), '%d'}" % random.getrandbits(64))
     received: list[Any] = []
     losses: list[None] = []
@@ -95,7 +66,7 @@ async def test_a_slot_that_moves_is_followed(cluster: RedisCluster) -> None:
     async with connected(cluster.url) as nodes:
         nodes.reader(slot, connected=subscribe, received=received.append, lost=lambda: losses.append(None))
         await until(lambda: len(received) == 1)
-        await move.begin()
+        move = await cluster.begin_to_move(slot)
         # ASK: the key is not at the source, so the target is asked; the slot's place stays what it was.
         assert await nodes.ask(slot, "INCR", key) == 1
         # The target does not know the script yet either.
@@ -103,7 +74,7 @@ async def test_a_slot_that_moves_is_followed(cluster: RedisCluster) -> None:
         assert nodes.node_of(slot).at[1] == move.source.port
         replies = await asyncio.gather(*(nodes.ask(slot, "INCR", key) for _ in range(200)))
         assert replies == list(range(3, 203))
-        await move.finish()
+        await move.end()
         # MOVED: from now on the target is asked at once.
         replies = await asyncio.gather(*(nodes.ask(slot, "INCR", key) for _ in range(200)))
         assert sorted(replies) == list(range(203, 403))
@@ -118,33 +89,30 @@ async def test_a_slot_that_moves_is_followed(cluster: RedisCluster) -> None:
 
 async def test_a_node_that_had_no_slots_is_found_by_redirection(cluster: RedisCluster, tmp_path: Path) -> None:
     key, slot = key_and_slot()
-    move = await Move.of(cluster, slot)
+    home = await cluster.primary_of(slot)
     # Without its last slot it would become another's replica otherwise.
     options = ("--cluster-enabled", "yes", "--cluster-allow-replica-migration", "no")
     newcomer = await RedisServer.start(tmp_path, *options)
     try:
         name = (await newcomer.ask("CLUSTER", "MYID")).decode()
-        await newcomer.ask("CLUSTER", "MEET", HOST, move.source.port)
+        await newcomer.ask("CLUSTER", "MEET", HOST, home.port)
 
         async def is_known() -> bool:
             known = all([name in (await node.ask("CLUSTER", "NODES")).decode() for node in cluster.nodes])
             return known and b"cluster_state:ok" in await newcomer.ask("CLUSTER", "INFO")
 
         await until(is_known)
-        away = Move(slot, move.source, newcomer, {move.source.port: move.names[move.source.port], newcomer.port: name})
         async with connected(cluster.url) as nodes:
-            await away.begin()
+            away = await cluster.begin_to_move(slot, home, newcomer)
             answers = await asyncio.gather(*(nodes.ask(slot, "INCR", key) for _ in range(50)))
             assert sorted(answers) == list(range(1, 51))
-            await away.finish()
+            await away.end()
             assert await nodes.ask(slot, "INCR", key) == 51
             assert nodes.node_of(slot).at[1] == newcomer.port
             await until(lambda: len(nodes.primaries()) == 4)
             # And it leaves again.
             await nodes.ask(slot, "DEL", key)
-            back = Move(slot, newcomer, move.source, away.names)
-            await back.begin()
-            await back.finish()
+            await (await cluster.begin_to_move(slot, newcomer, home)).end()
             assert await nodes.ask(slot, "INCR", key) == 1
             await until(lambda: len(nodes.primaries()) == 3)
             await nodes.ask(slot, "DEL", key)

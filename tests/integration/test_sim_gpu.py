@@ -2,19 +2,14 @@
 
 import asyncio
 import errno
-import json
 import os
 import re
 import signal
 import socket
 import subprocess
 import sys
-import time
-import urllib.request
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from io import BytesIO
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +21,10 @@ from carpool.face.http.server import HttpServer
 from carpool.settings import Settings
 from carpool.tools.sim_gpu import PORTS_OF_SERVERS, CannotListenError, GpuFleet, serve_gpus
 from carpool.upstream.simulated import SimulationSettings
+from support.forks import Started
 from support.gateway import eventually
-from support.processes import PATIENCE_S, until
+from support.processes import PATIENCE_S, carpool, telling
 from support.redis_servers import free_port
-
-SIM_GPU = [sys.executable, "-m", "carpool", "sim-gpu"]
 
 
 @asynccontextmanager
@@ -71,77 +65,6 @@ async def test_stats_tell_of_one_gpu_and_of_all_with_repeats_across_them() -> No
         assert (total["calls"], total["inputs"], total["repeated_inputs"]) == (2, 4, 1)
         assert (total["largest_batch"], total["most_in_flight"], total["in_flight"]) == (3, 1, 0)
         assert total["busy_seconds"] >= 0.001
-
-
-@pytest.mark.parametrize(
-    ("method", "path", "body", "status"),
-    [
-        ("POST", "/infer", b'{"inputs":[' + b",".join([b'"a"'] * 65) + b"]}", 400),
-        ("POST", "/infer", b"not json", 400),
-        ("GET", "/infer", b"", 405),
-        ("POST", "/stats", b"", 405),
-        ("GET", "/nowhere", b"", 404),
-        ("POST", "/v1/models/:predict", b"{}", 404),
-    ],
-)
-async def test_refusals_say_why_and_keep_the_connection(method: str, path: str, body: bytes, status: int) -> None:
-    async with fleet_of(1, latency_ms=1) as (fleet, session):
-        async with session.request(method, url(fleet, path), data=body) as answer:
-            assert answer.status == status
-            assert (await answer.json())["error"]
-            assert ("Allow" in answer.headers) == (status == 405)
-        async with session.get(url(fleet, "/health")) as answer:
-            assert answer.status == 200
-        assert len(fleet.servers[0].http.connections) == 1
-
-
-async def test_a_body_of_megabytes_comes_back_whole() -> None:
-    async with fleet_of(1, latency_ms=1) as (fleet, session):
-        long = "0123456789" * 500_000
-        body = BytesIO(b'{"inputs":["%b",1]}' % long.encode())
-        async with session.post(url(fleet, "/infer"), data=body) as answer:
-            assert await answer.json() == {"outputs": [long[::-1], {"echo": 1}]}
-
-
-async def test_calls_to_a_busy_gpu_queue_and_other_gpus_do_not_wait() -> None:
-    async with fleet_of(2, latency_ms=100) as (fleet, session):
-        started = time.perf_counter()
-        ended: list[tuple[int, float]] = []
-
-        async def call(worker: int) -> None:
-            async with session.post(url(fleet, "/infer", worker), json={"inputs": ["a"]}) as answer:
-                assert answer.status == 200
-            ended.append((worker, time.perf_counter() - started))
-
-        await asyncio.gather(call(0), call(0), call(0), call(1))
-        assert ended[3][0] == 0, "the call to the other GPU waited for those to this one"
-        assert all(seconds > least for (_, seconds), least in zip(ended, (0.09, 0.09, 0.19, 0.29), strict=True))
-        assert fleet.total().most_in_flight == 3
-
-
-async def test_who_hangs_up_while_queued_leaves_the_queue() -> None:
-    async with fleet_of(1, latency_ms=1000) as (fleet, session):
-        gpu = fleet.servers[0].gpu
-
-        async def call() -> int:
-            async with session.post(url(fleet, "/infer"), json={"inputs": ["a"]}) as answer:
-                return answer.status
-
-        running, queued = asyncio.create_task(call()), asyncio.create_task(call())
-        await until(lambda: gpu.stats().in_flight == 2)
-        queued.cancel()
-        await until(lambda: gpu.stats().in_flight == 1)
-        assert not running.done()
-        assert await running == 200
-        await until(lambda: gpu.stats().in_flight == 0)
-
-
-async def test_a_hang_ends_when_the_client_gives_up() -> None:
-    async with fleet_of(1, latency_ms=1, hang_rate=1.0) as (fleet, session):
-        impatient = aiohttp.ClientTimeout(total=0.1)
-        with pytest.raises(TimeoutError):
-            await session.post(url(fleet, "/infer"), json={"inputs": ["a"]}, timeout=impatient)
-        await until(lambda: fleet.total().in_flight == 0)
 
 
 async def test_a_reset_is_a_reset_and_the_gpu_goes_on() -> None:
@@ -229,18 +152,13 @@ def _accepts(port: int) -> bool:
 
 
 @contextmanager
-def sim_gpu(*flags: str) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
+def sim_gpu(*flags: str) -> Iterator[tuple[Started, list[int]]]:
     """`carpool sim-gpu` and its ports; whatever happens, it is gone afterwards."""
-    process = subprocess.Popen([*SIM_GPU, "--port=0", *flags], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    with process, process.stdout:
-        try:
-            line = process.stdout.readline()
-            ports = re.search(r"http://127\.0\.0\.1:(\d+)(?:-(\d+))?/infer", line)
-            assert ports, line
-            yield process, list(range(int(ports[1]), int(ports[2] or ports[1]) + 1))
-        finally:
-            process.kill()
+    with telling("sim-gpu", "--port=0", *flags) as (process, told):
+        line = told.readline()
+        ports = re.search(r"http://127\.0\.0\.1:(\d+)(?:-(\d+))?/infer", line)
+        assert ports, line
+        yield process, list(range(int(ports[1]), int(ports[2] or ports[1]) + 1))
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -257,7 +175,7 @@ def test_a_taken_port_is_one_clear_line_and_exit_2() -> None:
         holder.bind(("127.0.0.1", 0))
         holder.listen()
         port = holder.getsockname()[1]
-        ended = subprocess.run([*SIM_GPU, f"--port={port}"], capture_output=True, text=True, timeout=PATIENCE_S)
+        ended = carpool("sim-gpu", f"--port={port}")
     assert ended.returncode == 2
     assert ended.stdout == ""
     assert ended.stderr == f"carpool sim-gpu: cannot listen on 127.0.0.1:{port}: address already in use\n"
@@ -274,7 +192,7 @@ def test_a_taken_port_is_one_clear_line_and_exit_2() -> None:
     ],
 )
 def test_a_bad_option_is_one_clear_line_and_exit_2(flags: list[str], named: str) -> None:
-    ended = subprocess.run([*SIM_GPU, *flags], capture_output=True, text=True, timeout=PATIENCE_S)
+    ended = carpool("sim-gpu", *flags)
     assert ended.returncode == 2
     assert named in ended.stderr
     assert ended.stderr.count("\n") == 1
@@ -347,23 +265,3 @@ def test_the_banner_shows_lines_that_can_be_copied(capsys: pytest.CaptureFixture
     for address in ("http://127.0.0.1:8001/internal/health", "http://127.0.0.1:9000/stats"):
         assert address in shown
     assert "Ctrl-C" in shown
-
-
-def test_the_demo_answers_shows_its_banner_and_ends_with_its_gpus() -> None:
-    command = [sys.executable, "-m", "carpool", "demo", "--port=0", "--gpu-port=0", "--workers=2"]
-    with subprocess.Popen([*command, "--latency-ms=20"], stdout=subprocess.PIPE, text=True) as demo:
-        assert demo.stdout is not None
-        try:
-            # Up to the last line of the banner, or the end of a demo that failed.
-            banner = "".join(takewhile(lambda line: "Ctrl-C" not in line, demo.stdout))
-            base = re.findall(r"Carpool is ready: (http://127\.0\.0\.1:\d+),", banner)[0]
-            gpu_port = int(re.findall(r":(\d+)/stats", banner)[0])
-            asked = urllib.request.Request(f"{base}/v1/inference", data=b'{"input":"abc"}')
-            asked.add_header("Content-Type", "application/json")
-            with urllib.request.urlopen(asked, timeout=PATIENCE_S) as answer:
-                assert json.loads(answer.read())["output"] == "cba"
-            demo.terminate()
-            assert demo.wait(PATIENCE_S) == 0
-            assert not _accepts(gpu_port)
-        finally:
-            demo.kill()

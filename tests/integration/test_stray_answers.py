@@ -5,11 +5,8 @@ These also fail when aiohttp calls `connections.py` in another order than it doe
 
 import asyncio
 import socket
-import ssl
-import subprocess
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +17,8 @@ from carpool.upstream.client import HttpEndpoint, make_session
 from carpool.upstream.endpoint import AttemptFailedError, ConnectionWasDeadError, DoubtfulAnswerError, UpstreamCall
 from carpool.upstream.repeats import CallAndAnswer, fingerprint_of, fingerprint_of_end
 from carpool.upstream.tls import Credentials, UpstreamSecurity
-from support.processes import until
+from support.certificates import Certificates
+from support.processes import PATIENCE_S, until
 from support.raw_http import (
     HastyUpstream,
     RawCall,
@@ -33,58 +31,29 @@ from support.raw_http import (
     raw_upstream,
 )
 
-TIMEOUT_S = 5.0
+TIMEOUT_S = PATIENCE_S
 CLIENTS = 40
 BIG = 20 * 1024 * 1024
 
 Run = Callable[[Coroutine[Any, Any, None]], None]
 each_loop = pytest.mark.parametrize("run", [asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])
-each_way = pytest.mark.parametrize("way", ["tcp", "tls", "unix"])
-
-
-@pytest.fixture(scope="module")
-def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a certificate for 127.0.0.1 that is its own authority, and its key."""
-    folder = tmp_path_factory.mktemp("certificate")
-    command = [
-        "openssl",
-        "req",
-        "-x509",
-        "-newkey",
-        "ec",
-        "-pkeyopt",
-        "ec_paramgen_curve:P-256",
-        "-nodes",
-        "-days",
-        "2",
-    ]
-    command += [
-        "-subj",
-        "/CN=server",
-        "-addext",
-        "subjectAltName=IP:127.0.0.1",
-        "-out",
-        "own.pem",
-        "-keyout",
-        "own.key",
-    ]
-    subprocess.run(command, check=True, capture_output=True, cwd=folder, timeout=20)
-    return folder
+# What a connection is made of is the event loop's matter: each is tried with the one that Carpool's processes have.
+each_loop_and_way = pytest.mark.parametrize(
+    ("run", "way"), [(asyncio.run, "tcp"), (uvloop.run, "tcp"), (uvloop.run, "tls"), (uvloop.run, "unix")]
+)
 
 
 @asynccontextmanager
 async def endpoint_of(
-    served: Script | RawUpstream, way: str = "tcp", folder: Path | None = None
+    served: Script | RawUpstream, way: str = "tcp", certificates: Certificates | None = None
 ) -> AsyncIterator[tuple[HttpEndpoint, RawUpstream]]:
     tls, security, path = None, UpstreamSecurity(), None
     if way == "tls":
-        assert folder is not None
-        tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-        tls.load_cert_chain(folder / "own.pem", folder / "own.key")
-        security = UpstreamSecurity(ca=str(folder / "own.pem"))
+        assert certificates is not None
+        tls, security = certificates.of_server(), UpstreamSecurity(ca=certificates.pem("ca"))
     elif way == "unix":
-        assert folder is not None
-        path = folder / "upstream.sock"
+        assert certificates is not None
+        path = certificates.folder / "upstream.sock"
     async with raw_upstream(served, tls, path) as upstream, make_session() as session:
         endpoint = HttpEndpoint(session, upstream.url, 1, BIG + 1000, Credentials(security))
         try:
@@ -147,33 +116,31 @@ async def behind_nothing(call: RawCall) -> None:
     await call.send(answer_to(call.body) + b"HTTP/1.1 204 No Content\r\n\r\n")
 
 
-@each_loop
-@each_way
+@each_loop_and_way
 @pytest.mark.parametrize(
     "script", [at_once, in_chunks, behind_the_last_byte, thrice, half_of_it, behind_nothing], ids=lambda s: s.__name__
 )
 def test_an_answer_with_something_behind_it_is_good_and_the_last_of_its_connection(
-    run: Run, way: str, script: Script, certificate: Path
+    run: Run, way: str, script: Script, certificates: Certificates
 ) -> None:
     async def main() -> None:
-        async with endpoint_of(script, way, certificate) as (endpoint, upstream):
+        async with endpoint_of(script, way, certificates) as (endpoint, upstream):
             await ask_for_own(endpoint, *(f"text {number}" for number in range(5)))
             assert endpoint.stray_answers == upstream.connections == 5
 
     run(main())
 
 
-@each_loop
-@each_way
+@each_loop_and_way
 @pytest.mark.parametrize("later_s", [0.005, 0.05])
 def test_an_answer_repeated_while_the_connection_rests_goes_to_nobody(
-    run: Run, way: str, later_s: float, certificate: Path
+    run: Run, way: str, later_s: float, certificates: Certificates
 ) -> None:
     async def repeat(call: RawCall) -> None:
         await call.send(answer_to(call.body), answer_to(call.body), pause_s=later_s)
 
     async def main() -> None:
-        async with endpoint_of(repeat, way, certificate) as (endpoint, upstream):
+        async with endpoint_of(repeat, way, certificates) as (endpoint, upstream):
             await ask_for_own(endpoint, "first")
             assert endpoint.stray_answers == 0
             await caught(endpoint)
@@ -185,47 +152,7 @@ def test_an_answer_repeated_while_the_connection_rests_goes_to_nobody(
     run(main())
 
 
-@each_loop
-@pytest.mark.parametrize("later_s", [0.0, 0.005, 0.05])
-def test_forty_clients_at_their_own_times_each_get_their_own(run: Run, later_s: float) -> None:
-    repeated = 0
-
-    async def repeat(call: RawCall) -> None:
-        answer = answer_to(call.body)
-        if later_s:
-            asyncio.get_running_loop().call_later(later_s, repeat_later, call, answer)
-        await call.send(answer if later_s else answer * 2)
-
-    def repeat_later(call: RawCall, answer: bytes) -> None:
-        nonlocal repeated
-        repeated += 1
-        call.write_if_open(answer)
-
-    async def client(endpoint: HttpEndpoint, number: int) -> bool:
-        for _ in range(CLIENTS):
-            try:
-                return await ask(endpoint, f"text {number}") == output_for(f"text {number}")
-            except ConnectionWasDeadError:  # the repeated answer came just when the connection was taken
-                continue
-        return False
-
-    async def main() -> None:
-        async with endpoint_of(repeat) as (endpoint, upstream):
-            right: list[bool] = []
-            for first in range(0, CLIENTS, 4):  # four at a time, so that connections rest between them
-                right += await asyncio.gather(*(client(endpoint, number) for number in range(first, first + 4)))
-                # What is repeated must come before the next call: behind it nobody could tell it from an answer.
-                while later_s and repeated < len(upstream.bodies):  # noqa: ASYNC110 - it is a timer that is waited for
-                    await asyncio.sleep(0.005)
-                await asyncio.sleep(0.02)
-            assert right.count(False) == 0
-            assert endpoint.stray_answers > 0
-
-    run(main())
-
-
 def test_an_endpoint_that_was_caught_is_trusted_again_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "CAUGHT_S", 0.1)
     repeats = True
 
     async def script(call: RawCall) -> None:
@@ -238,8 +165,11 @@ def test_an_endpoint_that_was_caught_is_trusted_again_later(monkeypatch: pytest.
             repeats = False
             await ask_for_own(endpoint, "b", "c")
             assert upstream.connections == 3
-            await asyncio.sleep(0.15)
+            loop = asyncio.get_running_loop()
+            now = loop.time
+            monkeypatch.setattr(loop, "time", lambda: now() + connections.CAUGHT_S)
             await ask_for_own(endpoint, "d", "e", "f")
+            monkeypatch.undo()
             assert (upstream.connections, endpoint.stray_answers) == (4, 1)
 
     asyncio.run(main())
@@ -263,11 +193,10 @@ LONG_BYTES = 64
 LONG = "x" * LONG_BYTES
 
 
-@each_loop
-@each_way
+@each_loop_and_way
 @pytest.mark.parametrize("chunks", [False, True], ids=["length", "chunks"])
 def test_an_answer_repeated_while_the_next_call_is_under_way_is_given_to_nobody(
-    run: Run, way: str, chunks: bool, certificate: Path
+    run: Run, way: str, chunks: bool, certificates: Certificates
 ) -> None:
     """It comes after the next call was sent: nothing tells it from an answer to that but its text."""
     answers: list[bytes] = []
@@ -280,7 +209,7 @@ def test_an_answer_repeated_while_the_next_call_is_under_way_is_given_to_nobody(
         call.write_if_open(answers[-1])
 
     async def main() -> None:
-        async with endpoint_of(repeat, way, certificate) as (endpoint, upstream):
+        async with endpoint_of(repeat, way, certificates) as (endpoint, upstream):
             await ask_for_own(endpoint, f"{LONG} 0")
             with pytest.raises(AttemptFailedError, match="the one to the call before") as doubt:
                 await ask(endpoint, f"{LONG} 1")
@@ -305,8 +234,7 @@ def empty_line_behind_repeated(repeated: bytes, own: bytes) -> bytes:
     return repeated + b"\r\n"
 
 
-@each_loop
-@each_way
+@each_loop_and_way
 @pytest.mark.parametrize(
     ("text", "mix"),
     [
@@ -318,7 +246,7 @@ def empty_line_behind_repeated(repeated: bytes, own: bytes) -> bytes:
 )
 @pytest.mark.parametrize("chunks", [False, True], ids=["length", "chunks"])
 def test_nor_if_it_comes_in_one_read_with_something_behind_it(
-    run: Run, way: str, chunks: bool, text: str, mix: Callable[[bytes, bytes], bytes], certificate: Path
+    run: Run, way: str, chunks: bool, text: str, mix: Callable[[bytes, bytes], bytes], certificates: Certificates
 ) -> None:
     """As it does where the gateway was stopped for a moment."""
     answers: list[bytes] = []
@@ -328,7 +256,7 @@ def test_nor_if_it_comes_in_one_read_with_something_behind_it(
         call.write_if_open(mix(answers[-2], answers[-1]) if call.number > 1 else answers[-1])
 
     async def main() -> None:
-        async with endpoint_of(repeat, way, certificate) as (endpoint, upstream):
+        async with endpoint_of(repeat, way, certificates) as (endpoint, upstream):
             await ask_for_own(endpoint, f"{text} 0")
             with pytest.raises(DoubtfulAnswerError):
                 await ask(endpoint, f"{text} 1")
@@ -484,18 +412,17 @@ async def chunked(call: RawCall) -> None:
     await call.send(chunked_answer_to(call.body))
 
 
-@each_loop
-@each_way
+@each_loop_and_way
 @pytest.mark.parametrize(
     "script",
     [good, chunked, after_interim_answers, in_single_bytes, with_an_empty_line_behind, with_trailers],
     ids=lambda s: s.__name__,
 )
 def test_a_server_that_keeps_to_the_protocol_keeps_its_connection(
-    run: Run, way: str, script: Script, certificate: Path
+    run: Run, way: str, script: Script, certificates: Certificates
 ) -> None:
     async def main() -> None:
-        async with endpoint_of(script, way, certificate) as (endpoint, upstream):
+        async with endpoint_of(script, way, certificates) as (endpoint, upstream):
             for number in range(4):
                 await ask_for_own(endpoint, f"text {number}")
                 await asyncio.sleep(0.02)
@@ -505,27 +432,15 @@ def test_a_server_that_keeps_to_the_protocol_keeps_its_connection(
     run(main())
 
 
-@each_loop
-@each_way
-def test_long_calls_and_long_answers_keep_their_connection(run: Run, way: str, certificate: Path) -> None:
+@each_loop_and_way
+def test_long_calls_and_long_answers_keep_their_connection(run: Run, way: str, certificates: Certificates) -> None:
     """Longer than every buffer: aiohttp stops reading in the middle, and the parser keeps what it has."""
 
     async def main() -> None:
-        async with endpoint_of(good, way, certificate) as (endpoint, upstream):
+        async with endpoint_of(good, way, certificates) as (endpoint, upstream):
             for letter in "abc":
                 await ask_for_own(endpoint, letter * (BIG // 4))
             assert (upstream.connections, endpoint.stray_answers) == (1, 0)
-
-    run(main())
-
-
-@each_loop
-def test_a_long_answer_that_is_repeated(run: Run) -> None:
-    async def main() -> None:
-        async with endpoint_of(at_once) as (endpoint, upstream):
-            for letter in "abc":
-                await ask_for_own(endpoint, letter * (BIG // 4))
-            assert upstream.connections == 3
 
     run(main())
 

@@ -19,9 +19,8 @@ MIB = 1024 * 1024
 
 @asynccontextmanager
 async def tls_server(
-    folder: Path, limits: HttpLimits, handler: Callable[[Exchange], None]
+    certificates: Certificates, limits: HttpLimits, handler: Callable[[Exchange], None]
 ) -> AsyncIterator[tuple[HttpServer, int, ssl.SSLContext]]:
-    certificates = Certificates(folder)
     server = HttpServer(handler, limits)
     port = await server.start("127.0.0.1", 0, certificates.of_server())
     try:
@@ -50,8 +49,8 @@ async def is_closed(client: socket.socket) -> bool:
         return True
 
 
-async def test_handshakes_count_as_connections(tmp_path: Path) -> None:
-    async with tls_server(tmp_path, HttpLimits(connections_max=3), answer) as (server, port, _):
+async def test_handshakes_count_as_connections(certificates: Certificates) -> None:
+    async with tls_server(certificates, HttpLimits(connections_max=3), answer) as (server, port, _):
         clients = [await silent(port) for _ in range(20)]
         await until(lambda: server.state.handshakes == 3)
         ended = [asyncio.ensure_future(is_closed(client)) for client in clients]
@@ -65,16 +64,16 @@ async def test_handshakes_count_as_connections(tmp_path: Path) -> None:
         await until(lambda: server.state.handshakes == 0)
 
 
-async def test_a_handshake_that_never_ends_is_closed(tmp_path: Path) -> None:
-    async with tls_server(tmp_path, HttpLimits(receive_timeout_s=0.2), answer) as (server, port, _):
+async def test_a_handshake_that_never_ends_is_closed(certificates: Certificates) -> None:
+    async with tls_server(certificates, HttpLimits(receive_timeout_s=0.2), answer) as (server, port, _):
         client = await silent(port)
         assert await asyncio.wait_for(is_closed(client), PATIENCE_S)
         client.close()
         await until(lambda: server.state.handshakes == 0)
 
 
-async def test_a_handshake_that_never_ends_does_not_hold_up_a_drain(tmp_path: Path) -> None:
-    async with tls_server(tmp_path, HttpLimits(receive_timeout_s=600.0), answer) as (server, port, trusted):
+async def test_a_handshake_that_never_ends_does_not_hold_up_a_drain(certificates: Certificates) -> None:
+    async with tls_server(certificates, HttpLimits(receive_timeout_s=600.0), answer) as (server, port, trusted):
         half_open = await silent(port)
         reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=trusted, server_hostname="localhost")
         await until(lambda: server.state.handshakes == 1 and len(server.connections) == 1)
@@ -86,12 +85,12 @@ async def test_a_handshake_that_never_ends_does_not_hold_up_a_drain(tmp_path: Pa
         writer.close()
 
 
-async def test_a_client_that_does_not_read_is_cut_off(tmp_path: Path) -> None:
+async def test_a_client_that_does_not_read_is_cut_off(certificates: Certificates) -> None:
     def answer_much(exchange: Exchange) -> None:
         exchange.respond(200, b"x" * 16 * MIB)
 
     limits = HttpLimits(write_timeout_s=0.5)
-    async with tls_server(tmp_path, limits, answer_much) as (server, port, trusted):
+    async with tls_server(certificates, limits, answer_much) as (server, port, trusted):
         options: dict[str, Any] = {"ssl": trusted, "server_hostname": "localhost", "limit": 1024}
         _, writer = await asyncio.open_connection("127.0.0.1", port, **options)
         writer.write(b"GET / HTTP/1.1\r\nHost: h\r\n\r\n")  # and reads no more than asyncio's own buffer takes
@@ -100,8 +99,7 @@ async def test_a_client_that_does_not_read_is_cut_off(tmp_path: Path) -> None:
         writer.transport.abort()
 
 
-async def test_sighup_brings_the_new_certificate_to_new_connections(tmp_path: Path) -> None:
-    certificates = Certificates(tmp_path)
+async def test_sighup_brings_the_new_certificate_to_new_connections(tmp_path: Path, certificates: Certificates) -> None:
     certificates.make("next", "ca", "subjectAltName=DNS:localhost")
     certificates.make("rsa", "ca", "subjectAltName=DNS:localhost", is_rsa=True)
     cert, key = tmp_path / "shown.pem", tmp_path / "shown.key"

@@ -14,15 +14,14 @@ from typing import Any
 import grpc
 import pytest
 
-from carpool.app import make_process
 from carpool.composition.process import Process
 from carpool.core.names import Role
 from carpool.core.protobuf import field
 from carpool.core.trace import read_traceparent
 from carpool.embedded import EmbeddedProcess
-from carpool.settings import load_settings
 from support.client import Response, ask_once, inference_body
 from support.grpc_client import message
+from support.inside import process_of
 from support.otlp import Receiver, SeenSpan, receiver
 from support.processes import until
 from support.redis_servers import RedisServer
@@ -40,25 +39,15 @@ async def running(
     role: Role, upstream: ScriptedUpstream, taking: Receiver | None, **more: Any
 ) -> AsyncIterator[Process]:
     """A process as a command starts it; its settings by their names with `__` for the dot."""
-    flags: dict[str, Any] = {
-        "gateway.port": 0,
-        "gateway.admin_port": 0,
-        "gateway.drain_grace_s": 0,
-        "tasks.journal": False,
-        "upstream.endpoints": [f"{upstream.url}?key=canary-of-the-url"],
-        "upstream.backoff_ms": 0,
-        "tracing.slow_share": 0,
+    settings: dict[str, Any] = {
+        "upstream__endpoints": [f"{upstream.url}?key=canary-of-the-url"],
+        "upstream__backoff_ms": 0,
+        "tracing__slow_share": 0,
     }
     if taking is not None:
-        flags["tracing.otlp_endpoint"] = taking.url
-    flags |= {name.replace("__", "."): value for name, value in more.items()}
-    process = make_process(load_settings(flags, environ={}, file=None), role)
-    try:
-        await process.start()
+        settings["tracing__otlp_endpoint"] = taking.url
+    async with process_of(role, **settings | more) as process:
         yield process
-        await process.drain()
-    finally:
-        await process.close()
 
 
 @pytest.fixture
@@ -347,26 +336,6 @@ async def test_the_steps_of_a_search_belong_to_the_batch_that_was_refused(
     assert poisoned.attributes["error.type"] == "input-refused"
     assert not poisoned.is_error  # 422: the client's own fault
     assert itself(refused) in links_of(poisoned)
-
-
-@pytest.mark.parametrize("ratio", [0, 1])
-async def test_refusals_are_kept_by_ratio(upstream: ScriptedUpstream, taking: Receiver, ratio: int) -> None:
-    async with running("serve", upstream, taking, tracing__sample_ratio=ratio) as process:
-        answer = await ask_once(process.port, "POST", "/v1/inference", b'{"no":"input"}')
-        unknown = await ask_once(process.port, "GET", "/canary-path", b"")
-    assert (answer.status, unknown.status) == (400, 404)
-    assert len(taking.spans) == 2 * ratio
-    if ratio:
-        malformed = one(taking.named(REQUEST))
-        assert malformed.attributes["http.response.status_code"] == 400
-        assert malformed.attributes["error.type"] == "malformed"
-        assert one(taking.named("GET")).attributes["error.type"] == "not-found"
-
-
-async def test_a_refusal_is_a_part_of_its_callers_trace(upstream: ScriptedUpstream, taking: Receiver) -> None:
-    async with running("serve", upstream, taking, tracing__sample_ratio=0) as process:
-        await ask_once(process.port, "POST", "/v1/inference", b'{"no":"input"}', ASKED)
-    assert (one(taking.spans).trace_id, one(taking.spans).parent_id) == (CALLER_TRACE, CALLER_SPAN)
 
 
 async def test_where_strangers_call_their_traces_do_not_count(upstream: ScriptedUpstream, taking: Receiver) -> None:

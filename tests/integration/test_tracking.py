@@ -8,61 +8,39 @@ from typing import Any
 
 import pytest
 
-from support.client import Connection, Response, ask_once, inference_body
-from support.processes import carpool, running_gateway, until
-from support.redis_fleet import fleet_over
-from support.redis_servers import RedisServer
+from support.client import Connection, ask_once, inference_body
+from support.processes import GatewayProcess, carpool, running_gateway, until
 from support.tracking import batches, outcomes, rows, rows_by_outcome, tracked, until_written
 from support.upstreams import scripted_upstream
 
-ASYNC = "Prefer: respond-async\r\n"
-WAIT_MS = 30_000
 
-
-async def ask(port: int, text: str, headers: str = "") -> Response:
-    return await ask_once(port, "POST", "/v1/inference", inference_body(text), headers)
-
-
-async def submit(port: int, text: str) -> str:
-    accepted = await ask(port, text, ASYNC)
-    assert accepted.status == 202, accepted.body
-    task_id: str = accepted.json["task_id"]
-    return task_id
-
-
-async def result(port: int, task_id: str) -> str:
-    status: str = (await ask_once(port, "GET", f"/v1/result/{task_id}?wait_ms={WAIT_MS}")).json["status"]
-    return status
-
-
-async def hang_up(port: int) -> None:
+async def hang_up(gateway: GatewayProcess) -> None:
     """A client that leaves before its answer comes."""
-    connection = await Connection.open(port)
+    connection = await Connection.open(gateway.port)
     connection.send("POST", "/v1/inference", inference_body("left"))
     await asyncio.sleep(0.1)
     await connection.close()
 
 
-async def all_sorts(ports: list[int], upstream: Any) -> int:
-    """Requests with every kind of outcome, at all of these ports; returns how many are to be counted."""
-    first, last = ports[0], ports[-1]
+async def all_sorts(gateway: GatewayProcess, upstream: Any) -> int:
+    """Requests with every kind of outcome; returns how many are to be counted."""
     upstream.poison = "bad"
-    asked = await asyncio.gather(*(ask(ports[n % len(ports)], f"good {n}") for n in range(60)))
+    asked = await asyncio.gather(*(gateway.ask(f"good {n}") for n in range(60)))
     assert {response.status for response in asked} == {200}
-    assert (await ask(last, "bad")).status in (422, 502)  # alone: whether its input is at fault is not sure
-    tasks = [await submit(ports[n % len(ports)], f"task {n}") for n in range(20)]
-    assert {await result(last, task) for task in tasks} == {"SUCCESS"}
-    assert await result(first, await submit(first, "a bad one")) == "FAILED"
+    assert (await gateway.ask("bad")).status in (422, 502)  # alone: whether its input is at fault is not sure
+    tasks = [await gateway.submit(f"task {n}") for n in range(20)]
+    assert {(await gateway.result(task))["status"] for task in tasks} == {"SUCCESS"}
+    assert (await gateway.result(await gateway.submit("a bad one")))["status"] == "FAILED"
     upstream.gate.clear()
-    late = asyncio.gather(*(ask(first, f"late {n}", "X-Request-Timeout-Ms: 300\r\n") for n in range(3)))
-    await hang_up(last)
-    deleted = await submit(first, "deleted")
-    await ask_once(last, "DELETE", f"/v1/result/{deleted}")
+    late = asyncio.gather(*(gateway.ask(f"late {n}", "X-Request-Timeout-Ms: 300\r\n") for n in range(3)))
+    await hang_up(gateway)
+    deleted = await gateway.submit("deleted")
+    await ask_once(gateway.port, "DELETE", f"/v1/result/{deleted}")
     assert [response.status for response in await late] == [504] * 3
     upstream.gate.set()
-    assert (await ask(first, "afterwards")).status == 200
+    assert (await gateway.ask("afterwards")).status == 200
     # Refused before they count: they are in neither.
-    assert (await ask_once(first, "POST", "/v1/inference", b"{")).status == 400
+    assert (await ask_once(gateway.port, "POST", "/v1/inference", b"{")).status == 400
     return 60 + 1 + 20 + 1 + 3 + 1 + 1 + 1
 
 
@@ -72,7 +50,7 @@ async def test_alone_rows_are_what_metrics_count(tmp_path: Path) -> None:
         scripted_upstream() as upstream,
         running_gateway(tmp_path, upstream.url, settings={"tracking.store": "sqlite"}) as gateway,
     ):
-        expected = await all_sorts([gateway.port], upstream)
+        expected = await all_sorts(gateway, upstream)
         await until_written(gateway)
         counted = await outcomes(gateway)
         assert counted == rows_by_outcome(path) and counted.total() == expected
@@ -103,40 +81,6 @@ async def test_alone_rows_are_what_metrics_count(tmp_path: Path) -> None:
     assert all(gpu_s == pytest.approx(upstream_ms / 1000) for gpu_s, upstream_ms in sums)
 
 
-async def test_over_redis_rows_are_what_metrics_count(tmp_path: Path, redis_server: RedisServer) -> None:
-    path = tmp_path / "tracking.db"
-    settings = {"broker.namespace": tmp_path.name, "tracking.store": "sqlite", "tracking.path": str(path)}
-    async with scripted_upstream() as upstream, fleet_over(tmp_path, redis_server.url, settings) as fleet:
-        for _ in range(2):
-            await fleet.add("gateway")
-            await fleet.add("batcher", "--upstream", upstream.url)
-        await fleet.wait_until_ready()
-        expected = await all_sorts(fleet.ports(), upstream)
-        everybody = [place.process for place in (*fleet.gateways, *fleet.batchers)]
-
-        async def is_all_counted() -> bool:
-            return (await outcomes(*everybody)).total() == expected
-
-        await until(is_all_counted)
-        await until_written(*everybody)
-        counted = await outcomes(*everybody)
-        assert rows_by_outcome(path) == counted
-        assert (counted["ok"], counted["deadline-exceeded"], counted["client-left"]) == (81, 3, 2)
-        assert await tracked("dropped", "request", *everybody) == 0
-
-        async def has_every_batch() -> bool:
-            await until_written(*everybody)
-            return rows(path, "SELECT count(*) FROM carpool_batches") == [(await batches(*everybody),)]
-
-        await until(has_every_batch)
-    tasks = rows(path, "SELECT id, count(*) FROM carpool_requests WHERE is_task GROUP BY id")
-    assert len(tasks) == 22 and {count for _, count in tasks} == {1}
-    deleted = rows(path, "SELECT model, tier FROM carpool_requests WHERE is_task AND error = 'client-left'")
-    assert deleted == [("default", "free")]
-    known = rows(path, "SELECT count(*) FROM carpool_requests r JOIN carpool_batches b ON b.id = r.batch_id")
-    assert known[0][0] >= counted["ok"]
-
-
 async def test_shared_seats_share_their_seconds_and_kept_results_cost_none(tmp_path: Path) -> None:
     path = tmp_path / "tracking.db"
     settings = {"tracking.store": "sqlite", "cache.enabled": "true"}
@@ -145,7 +89,7 @@ async def test_shared_seats_share_their_seconds_and_kept_results_cost_none(tmp_p
         running_gateway(tmp_path, upstream.url, settings=settings) as gateway,
     ):
         upstream.gate.clear()
-        same = asyncio.gather(*(ask(gateway.port, "the same") for _ in range(5)))
+        same = asyncio.gather(*(gateway.ask("the same") for _ in range(5)))
 
         async def are_all_here() -> bool:
             return await gateway.metric("carpool_held_requests") == 5
@@ -153,7 +97,7 @@ async def test_shared_seats_share_their_seconds_and_kept_results_cost_none(tmp_p
         await until(are_all_here)
         upstream.gate.set()
         assert {response.status for response in await same} == {200}
-        assert (await ask(gateway.port, "the same")).json["metadata"]["cached"] is True
+        assert (await gateway.ask("the same")).json["metadata"]["cached"] is True
         await until_written(gateway)
         assert rows_by_outcome(path) == await outcomes(gateway) == Counter(ok=6)
     shared = rows(path, "SELECT gpu_seconds, upstream_ms FROM carpool_requests WHERE NOT cached")
@@ -169,7 +113,7 @@ async def test_a_kill_loses_no_more_than_what_waited(tmp_path: Path) -> None:
         running_gateway(tmp_path, upstream.url, settings={"tracking.store": "sqlite"}) as gateway,
     ):
         for n in range(20):
-            assert (await ask(gateway.port, f"before {n}")).status == 200
+            assert (await gateway.ask(f"before {n}")).status == 200
         await until_written(gateway)
         gateway.kill()
     assert rows_by_outcome(path) == Counter(ok=20)
@@ -182,8 +126,8 @@ async def test_commands_read_what_the_configuration_names(tmp_path: Path) -> Non
     (tmp_path / "carpool.toml").write_text('[tracking]\nstore = "sqlite"\npath = "t.db"\n')
     async with scripted_upstream() as upstream, running_gateway(tmp_path, upstream.url) as gateway:
         upstream.poison = "bad"
-        assert (await ask(gateway.port, "good", "X-Request-Id: mine\r\n")).status == 200
-        assert (await ask(gateway.port, "bad", "X-Request-Id: theirs\r\n")).status == 422
+        assert (await gateway.ask("good", "X-Request-Id: mine\r\n")).status == 200
+        assert (await gateway.ask("bad", "X-Request-Id: theirs\r\n")).status == 422
         await until_written(gateway)
 
     async def run(*arguments: str) -> Any:

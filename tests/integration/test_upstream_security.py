@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import shutil
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -22,11 +21,6 @@ from support.stream_server import Serve, stream_server
 
 CALL = UpstreamCall(b'{"inputs":["abc"]}')
 TIMEOUT_S = PATIENCE_S
-
-
-@pytest.fixture(scope="module")
-def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
-    return Certificates(tmp_path_factory.mktemp("certificates"))
 
 
 class Upstream:
@@ -163,54 +157,6 @@ class TestWhatCarpoolShows:
             await refusal(upstream.port, forged)
         assert upstream.headers == []
 
-    async def test_a_new_certificate_when_the_files_are_replaced(
-        self, certificates: Certificates, tmp_path: Path
-    ) -> None:
-        cert, key, clock = tmp_path / "cert.pem", tmp_path / "key.pem", FakeClock()
-
-        def put(name: str) -> None:
-            shutil.copy(certificates.pem(name), cert)
-            shutil.copy(certificates.key(name), key)
-
-        put("client")
-        security = UpstreamSecurity(certificates.pem("ca"), str(cert), str(key))
-        async with (
-            listening(certificates.of_server(asks_for_client=True)) as upstream,
-            endpoint(f"https://127.0.0.1:{upstream.port}/", security, clock) as target,
-        ):
-            await target.post(CALL, TIMEOUT_S)
-            shutil.copy(certificates.pem("other-client"), cert)  # half of a rotation
-            clock.advance(LOOK_EVERY_S)
-            await target.post(CALL, TIMEOUT_S)
-            put("other-client")
-            clock.advance(LOOK_EVERY_S)
-            await target.post(CALL, TIMEOUT_S)
-        assert upstream.clients == ["client", "client", "other-client"]
-
-    async def test_its_token_and_headers_as_the_files_have_them(self, tmp_path: Path) -> None:
-        (tmp_path / "token").write_text("token-1\n")
-        (tmp_path / "key").write_text("key 1\n")
-        security = UpstreamSecurity(
-            token_file=str(tmp_path / "token"), header_files=(("X-Api-Key", str(tmp_path / "key")),)
-        )
-        clock = FakeClock()
-        async with (
-            listening(None) as upstream,
-            endpoint(f"http://127.0.0.1:{upstream.port}/", security, clock) as target,
-        ):
-            await target.post(CALL, TIMEOUT_S)
-            (tmp_path / "token").write_text("token-2\n")
-            await target.post(CALL, TIMEOUT_S)
-            clock.advance(LOOK_EVERY_S)
-            await target.post(CALL, TIMEOUT_S)
-        assert [each["authorization"] for each in upstream.headers] == [
-            "Bearer token-1",
-            "Bearer token-1",
-            "Bearer token-2",
-        ]
-        assert {each["x-api-key"] for each in upstream.headers} == {"key 1"}
-        assert {each["content-type"] for each in upstream.headers} == {"application/json"}
-
     async def test_no_token_to_an_endpoint_that_sends_it_elsewhere(self, tmp_path: Path) -> None:
         (tmp_path / "token").write_text("token-1")
 
@@ -283,31 +229,7 @@ class TestGateway:
         assert set(upstream.clients) == {"client"}
         assert upstream.headers[0]["authorization"] == "Bearer token-1"
 
-    async def test_an_unknown_authority_is_502_and_no_hang(self, certificates: Certificates, tmp_path: Path) -> None:
-        async with listening(certificates.of_server()) as upstream:
-            url = f"https://localhost:{upstream.port}/infer"
-            async with running_gateway(tmp_path, url) as gateway:
-                assert (await ask_once(gateway.admin_port, "GET", "/internal/ready")).status == 503
-                response = await ask_once(gateway.port, "POST", "/v1/inference", inference_body("abc"))
-        assert response.status == 502  # and no 504
-        assert "its certificate is refused" in response.json["detail"]
-        assert "localhost" not in response.body.decode()
-        assert upstream.headers == []
-
-    async def test_a_unix_socket(self, tmp_path: Path) -> None:
-        socket = tmp_path / "model.sock"
-        async with (
-            listening(None, socket=socket) as upstream,
-            running_gateway(tmp_path, f"unix:{socket}:/infer") as gateway,
-        ):
-            response = await ask_once(gateway.port, "POST", "/v1/inference", inference_body("abc"))
-            gateway.terminate()
-            assert await gateway.exit_code() == 0
-        assert (response.status, response.json["output"]) == (200, "cba")
-        assert upstream.targets == ["/infer"]
-        assert "Unclosed" not in gateway.log.read_text()
-
-    @pytest.mark.parametrize("status", [400, 401, 422, 500])
+    @pytest.mark.parametrize("status", [401, 500])
     async def test_secrets_are_nowhere_to_be_seen(
         self, certificates: Certificates, tmp_path: Path, status: int
     ) -> None:

@@ -5,7 +5,6 @@ import socket
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -69,8 +68,7 @@ async def test_what_counts_is_the_address_when_it_is_connected_to() -> None:
         assert set(asked) <= {"127.0.0.1", "::1"}
 
 
-async def test_a_certificate_that_nobody_knows(tmp_path: Path) -> None:
-    certificates = Certificates(tmp_path)
+async def test_a_certificate_that_nobody_knows(certificates: Certificates) -> None:
     server = Server(answer_bytes(b"", 200))
     async with stream_server(server.serve, ssl=certificates.of_server()) as listening, sender() as way:
         assert await way.send(URL(f"https://localhost:{listening.port}/"), {}, b"x") == Answered(0, "TLS failed")

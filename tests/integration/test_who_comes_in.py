@@ -69,11 +69,7 @@ async def fleet(
         started = [await each.__aenter__() for each in running]
         try:
             for gateway in started:
-
-                async def is_ready(gateway: GatewayProcess = gateway) -> bool:
-                    return (await ask_once(gateway.admin_port, "GET", "/internal/ready")).status == 200
-
-                await until(is_ready)
+                await gateway.until_ready()
             yield started
         finally:
             for each in running:
@@ -142,20 +138,6 @@ class TestKeys:
                 unknown = await ask(gateway.port, bearer(key))
                 assert (unknown.status, unknown.headers["retry-after"]) == (503, "1")
                 assert await status(gateway.port, "") == 401
-
-    @pytest.mark.parametrize("mode", ["sync", "task"])
-    async def test_the_load_generator_has_one_too(self, tmp_path: Path, mode: str) -> None:
-        key = await keys("create", "bench", "--per-minute", "0", "--data-dir", str(tmp_path))
-        file = tmp_path / "key"
-        file.write_text(key + "\n")
-        async with running_gateway(tmp_path, SIM, settings=KEYS) as gateway:
-            load = ("bench", f"http://127.0.0.1:{gateway.port}", "--rate", "20", "--duration", "500ms", "--mode", mode)
-            given = await asyncio.to_thread(lambda: carpool(*load, cwd=None, CARPOOL_API_KEY=key))
-            read = await asyncio.to_thread(lambda: carpool(*load, "--api-key-file", str(file), cwd=None))
-            without = await asyncio.to_thread(lambda: carpool(*load, cwd=None))
-        assert (given.returncode, read.returncode, without.returncode) == (0, 0, 1), (given, read)
-        assert "401" in without.stdout
-        assert key not in given.stdout + given.stderr + read.stdout + read.stderr
 
     async def test_keys_of_the_configuration_and_their_models(self, tmp_path: Path) -> None:
         def made(name: str, *options: str) -> tuple[str, str]:
@@ -311,48 +293,32 @@ class TestTokens:
 
         async with stream_server(trap) as server:
             url = f"http://127.0.0.1:{server.port}/keys"
-            public = json.dumps(signers.rsa.as_dict(private=False)).encode()
             pem = signers.rsa.as_pem(private=False)
             unsigned = encode(b'{"alg":"none"}') + b"." + encode(json.dumps(good_claims()).encode()) + b"."
             good = token_of(signers.rsa, header={"kid": "rsa-1"})
             named = {"kid": "rsa-1"}
+            # One of each kind; tests/unit/test_tokens.py has all of them.
             attacks = {
                 "nothing": "",
-                "no scheme": f"Authorization: {good}\r\n",
                 "another scheme": f"Authorization: Basic {good}\r\n",
                 "not signed": bearer(unsigned.decode()),
-                "not signed, with a signature": bearer(unsigned.decode() + "AAAA"),
                 "the public key as a secret (PEM)": bearer(token_of(OctKey(pem, pem), None, named, "HS256")),
-                "the public key as a secret (JWK)": bearer(token_of(OctKey(public, public), None, named, "HS256")),
                 "says RS256, signed with HS256": bearer(
                     token_of(OctKey(pem, pem), None, {**named, "alg": "RS256"}, "HS256")
                 ),
                 "a plain secret": bearer(token_of(SECRET, None, named)),
                 "kid is a path": bearer(token_of(SECRET, None, {"kid": "../../../../dev/null"})),
-                "kid is a URL": bearer(token_of(own.rsa, None, {"kid": url})),
-                "kid is a number": bearer(token_of(own.rsa, None, {"kid": 7})),
                 "no kid": bearer(token_of(own.rsa)),
                 "jku": bearer(token_of(own.rsa, None, {"kid": "other", "jku": url})),
-                "jku with a known kid": bearer(token_of(own.rsa, None, {**named, "jku": url})),
-                "x5u": bearer(token_of(own.rsa, None, {**named, "x5u": url})),
                 "jwk": bearer(token_of(own.rsa, None, {**named, "jwk": own.rsa.as_dict(private=False)})),
                 "crit": bearer(token_of(signers.rsa, None, {**named, "crit": ["exp"]})),
-                "no exp": bearer(token_of(signers.rsa, good_claims(exp=None), named)),
                 "over": bearer(token_of(signers.rsa, good_claims(exp=1), named)),
-                "not yet": bearer(token_of(signers.rsa, good_claims(nbf=2**40), named)),
-                "exp is a text": bearer(token_of(signers.rsa, good_claims(exp="2999"), named)),
                 "no sub": bearer(token_of(signers.rsa, good_claims(sub=None), named)),
-                "sub is a list": bearer(token_of(signers.rsa, good_claims(sub=["ann"]), named)),
-                "another issuer": bearer(token_of(signers.rsa, good_claims(iss="them", aud="carpool"), named)),
                 "another audience": bearer(token_of(signers.rsa, good_claims(iss="us", aud="them"), named)),
-                "claims are a list": bearer(token_of(signers.rsa, [good_claims()], named)),
-                "no claims": bearer(good.split(".")[0] + ".." + good.split(".")[2]),
                 "9 KB": bearer(token_of(signers.rsa, good_claims(more="x" * 7000), named)),
                 "a token as an API key": f"X-API-Key: {good}\r\n",
                 "two API keys": f"X-API-Key: {api_key}\r\nX-API-Key: {api_key}\r\n",
                 "both headers": f"X-API-Key: {api_key}\r\n" + bearer(api_key),
-                "a key without its beginning": bearer(api_key.removeprefix("cp_")),
-                "a key with a prefix": bearer(" " + api_key),
             }
             settings = {
                 "auth.mode": "both",

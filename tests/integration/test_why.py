@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from support.client import Response, ask_once, inference_body
+from support.client import Response
 from support.processes import GatewayProcess, carpool, running_gateway, until
 from support.redis_fleet import fleet_over
 from support.redis_servers import RedisServer
@@ -17,22 +17,17 @@ PATIENT = {"broker.queue_timeout_s": 60, "broker.total_timeout_s": 60, "upstream
 ASYNC = "Prefer: respond-async\r\n"
 
 
-async def ask(port: int, name: str, headers: str = "") -> Response:
-    return await ask_once(port, "POST", "/v1/inference", inference_body(name), f"X-Request-Id: {name}\r\n{headers}")
-
-
-async def state(process: GatewayProcess, request_id: str) -> Any:
-    response = await ask_once(process.admin_port, "GET", f"/internal/requests/{request_id}")
-    return response.json if response.status == 200 else response.status
+async def ask(gateway: GatewayProcess, name: str, headers: str = "") -> Response:
+    return await gateway.ask(name, f"X-Request-Id: {name}\r\n{headers}")
 
 
 async def until_state(process: GatewayProcess, request_id: str, status: str) -> Any:
     async def is_in() -> bool:
-        found = await state(process, request_id)
+        found = await process.state(request_id)
         return bool(found != 404 and found["status"] == status)
 
     await until(is_in)
-    return await state(process, request_id)
+    return await process.state(request_id)
 
 
 async def why(process: GatewayProcess, request_id: str, *flags: str, cwd: Path) -> str:
@@ -42,31 +37,31 @@ async def why(process: GatewayProcess, request_id: str, *flags: str, cwd: Path) 
     return done.stdout
 
 
-async def fill_the_slot(upstream: ScriptedUpstream, port: int) -> "asyncio.Future[Response]":
+async def fill_the_slot(upstream: ScriptedUpstream, gateway: GatewayProcess) -> "asyncio.Future[Response]":
     """The one slot is busy until the gate opens."""
     upstream.gate.clear()
-    first = asyncio.ensure_future(ask(port, "first"))
+    first = asyncio.ensure_future(ask(gateway, "first"))
     await until(lambda: "first" in upstream.seen)
     return first
 
 
 async def test_alone_from_the_queue_to_the_end(tmp_path: Path) -> None:
     async with scripted_upstream() as upstream, running_gateway(tmp_path, upstream.url, settings=PATIENT) as gateway:
-        first = await fill_the_slot(upstream, gateway.port)
+        first = await fill_the_slot(upstream, gateway)
         others = []
         for name in ("second", "third"):
-            others.append(asyncio.ensure_future(ask(gateway.port, name)))
+            others.append(asyncio.ensure_future(ask(gateway, name)))
             waiting = await until_state(gateway, name, "queued")
         assert (waiting["queue"]["place"], waiting["queue"]["waiting"]) == (2, 2)
         assert "place 2" in await why(gateway, "third", cwd=tmp_path)
-        running = await state(gateway, "first")
+        running = await gateway.state("first")
         assert (running["status"], running["batch"]["neighbours"]) == ("processing", 0)
         assert running["batch"]["endpoint"] == upstream.url and running["waits"][-1]["what"] == "model"
         upstream.gate.set()
         assert {answer.status for answer in [await first, *await asyncio.gather(*others)]} == {200}
-        told = await state(gateway, "third")
+        told = await gateway.state("third")
         assert (told["status"], told["batch"]["size"], told["batch"]["attempts"]) == ("completed", 2, 1)
-        assert told["batch"] == (await state(gateway, "second"))["batch"]
+        assert told["batch"] == (await gateway.state("second"))["batch"]
         assert "queue" not in told
         assert abs(sum(wait["ms"] for wait in told["waits"]) - told["latency_ms"]) < 1
         text = await why(gateway, "third", cwd=tmp_path)
@@ -87,19 +82,19 @@ def parts(told: Any) -> dict[str, float]:
 async def test_a_search_is_not_called_the_models_work(tmp_path: Path) -> None:
     async with scripted_upstream() as upstream, running_gateway(tmp_path, upstream.url, settings=PATIENT) as gateway:
         upstream.poison = "bad"
-        assert (await ask(gateway.port, "before")).status == 200
-        first = await fill_the_slot(upstream, gateway.port)
+        assert (await ask(gateway, "before")).status == 200
+        first = await fill_the_slot(upstream, gateway)
         names = ["good-1", "bad-2", "good-3", "good-4"]
         others = []
         for name in names:
-            others.append(asyncio.ensure_future(ask(gateway.port, name)))
+            others.append(asyncio.ensure_future(ask(gateway, name)))
             await until_state(gateway, name, "queued")
         upstream.latency_s = 0.05
         upstream.gate.set()
         assert (await first).status == 200
         assert sorted(answer.status for answer in await asyncio.gather(*others)) == [200, 200, 200, 422]
         for name in names:
-            told = await state(gateway, name)
+            told = await gateway.state(name)
             assert parts(told)["search"] > 0
             assert parts(told).get("model", 0.0) < told["latency_ms"] - parts(told)["search"]
             assert "a search for the input at fault" in await why(gateway, name, cwd=tmp_path)
@@ -114,25 +109,25 @@ async def test_over_redis_any_gateway_tells_the_same(tmp_path: Path, redis_serve
         await fleet.add("batcher", "--upstream", upstream.url)
         await fleet.wait_until_ready()
         here, there = (place.process for place in fleet.gateways)
-        assert (await ask(here.port, "good")).status == 200
-        bad = await ask(here.port, "bad")
+        assert (await ask(here, "good")).status == 200
+        bad = await ask(here, "bad")
         assert bad.status in (422, 502)
         for name in ("good", "bad"):
-            told = await state(there, name)
-            assert told == await state(here, name)
+            told = await there.state(name)
+            assert told == await here.state(name)
             assert told["batch"]["endpoint"] == upstream.url and told["batch"]["reason"]
             assert abs(sum(wait["ms"] for wait in told["waits"]) - told["latency_ms"]) < 1
         # One that waits, and a task that does.
-        first = await fill_the_slot(upstream, here.port)
-        second = asyncio.ensure_future(ask(here.port, "second"))
+        first = await fill_the_slot(upstream, here)
+        second = asyncio.ensure_future(ask(here, "second"))
         assert "waiting" in (await until_state(there, "second", "queued"))["queue"]
-        task_id = (await ask(here.port, "task", ASYNC)).json["task_id"]
+        task_id = (await ask(here, "task", ASYNC)).json["task_id"]
         assert (await until_state(there, task_id, "queued"))["queue"]["place"] >= 1
-        third = asyncio.ensure_future(ask(here.port, "third-is-bad"))
+        third = asyncio.ensure_future(ask(here, "third-is-bad"))
         await until_state(there, "third-is-bad", "queued")
         upstream.gate.set()
         assert [(await first).status, (await second).status, (await third).status] == [200, 200, 422]
-        told = await state(there, "third-is-bad")
+        told = await there.state("third-is-bad")
         assert ("search" in parts(told)) is (told["batch"]["size"] > 1)
 
 
@@ -143,18 +138,18 @@ async def test_what_memory_has_lost_is_told_from_tracking(tmp_path: Path, redis_
         place = await fleet.add("gateway")
         batcher = await fleet.add("batcher", "--upstream", upstream.url)
         await fleet.wait_until_ready()
-        assert (await ask(place.port, "good")).status == 200
-        task_id = (await ask(place.port, "task", ASYNC)).json["task_id"]
-        await ask_once(place.port, "GET", f"/v1/result/{task_id}?wait_ms=30000")
-        before = await state(place.process, "good")
+        assert (await ask(place.process, "good")).status == 200
+        task_id = (await ask(place.process, "task", ASYNC)).json["task_id"]
+        await place.process.result(task_id)
+        before = await place.process.state("good")
         await until_written(place.process, batcher.process)
         # The task's state is in Redis, which does not know of its batch.
-        task = await state(place.process, task_id)
+        task = await place.process.state(task_id)
         assert (task["status"], task["batch"]["size"], task["kept"]) == ("completed", 1, True)
         await place.replace()
         await fleet.wait_until_ready()
-        told = await state(place.process, "good")
+        told = await place.process.state("good")
         assert (told["kept"], told["batch"]) == (True, before["batch"])
         assert abs(told["latency_ms"] - before["latency_ms"]) < 1
         assert "(from tracking)" in await why(place.process, "good", cwd=tmp_path)
-        assert await state(place.process, "nobody") == 404
+        assert await place.process.state("nobody") == 404

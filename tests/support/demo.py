@@ -1,22 +1,21 @@
 """A running `carpool demo`."""
 
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import takewhile
 from typing import Any
 
 from support.client import Response
+from support.forks import Started
 from support.gateway import ask
-from support.processes import PATIENCE_S
+from support.processes import PATIENCE_S, telling
 
 
 class Demo:
     """A running `carpool demo`."""
 
-    def __init__(self, process: subprocess.Popen[str], port: int, admin_port: int) -> None:
+    def __init__(self, process: Started, port: int, admin_port: int) -> None:
         self.process = process
         self.port = port
         self.admin_port = admin_port
@@ -50,15 +49,11 @@ class Demo:
 @contextmanager
 def running_demo(gpus: int, *, latency_ms: int = 20) -> Iterator[Demo]:
     """On free ports, until the block ends; it must end well."""
-    command = [sys.executable, "-m", "carpool", "demo", "--port=0", "--gpu-port=0", f"--workers={gpus}"]
-    with subprocess.Popen([*command, f"--latency-ms={latency_ms}"], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        try:
-            banner = "".join(takewhile(lambda line: "Ctrl-C" not in line, process.stdout))
-            port = int(re.findall(r"ready: http://127\.0\.0\.1:(\d+)", banner)[0])
-            page = int(re.findall(r"http://127\.0\.0\.1:(\d+)/\n", banner)[0])
-            yield Demo(process, port, page)
-            process.terminate()
-            assert process.wait(PATIENCE_S) == 0
-        finally:
-            process.kill()
+    flags = ("--port=0", "--gpu-port=0", f"--workers={gpus}", f"--latency-ms={latency_ms}")
+    with telling("demo", *flags) as (process, told):
+        banner = "".join(takewhile(lambda line: "Ctrl-C" not in line, told))
+        port = int(re.findall(r"ready: http://127\.0\.0\.1:(\d+)", banner)[0])
+        page = int(re.findall(r"http://127\.0\.0\.1:(\d+)/\n", banner)[0])
+        yield Demo(process, port, page)
+        process.terminate()
+        assert process.wait(PATIENCE_S) == 0

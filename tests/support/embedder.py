@@ -29,14 +29,12 @@ class Embedder:
         self.bodies: list[dict[str, Any]] = []
         self.gate = threading.Event()
         self.gate.set()
-        # What is answered in place of vectors, where it is something.
-        self.outputs: Any = None
         self.url = ""
 
     def answer(self, path: str, body: dict[str, Any]) -> Any:
         """The JSON for a call."""
         inputs = next(body[field] for field in ("input", "inputs", "instances", "prompt") if field in body)
-        vectors = [self.outputs] * len(inputs) if self.outputs is not None else list(map(vector_of, inputs))
+        vectors = list(map(vector_of, inputs))
         if path.endswith("/embeddings"):
             data = [{"object": "embedding", "index": n, "embedding": each} for n, each in enumerate(vectors)]
             tokens = 3 * len(inputs)

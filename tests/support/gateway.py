@@ -5,7 +5,6 @@ import json
 import os
 import socket
 import ssl
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ from typing import Any
 
 from support.client import Response
 from support.processes import PATIENCE_S, GatewayProcess, running_gateway
+from support.threads import in_a_thread
 from support.upstreams import ScriptedUpstream, scripted_upstream
 
 SIM = "sim:?latency_ms=20&slots=64"
@@ -78,22 +78,8 @@ class HeldGpu:
     @contextmanager
     def running(self) -> Iterator["HeldGpu"]:
         """Until the block ends."""
-        is_listening, is_over = threading.Event(), asyncio.Event()
-
-        async def serve() -> None:
-            self._loop = asyncio.get_running_loop()
-            async with scripted_upstream(self._upstream):
-                is_listening.set()
-                await is_over.wait()
-
-        thread = threading.Thread(target=lambda: asyncio.run(serve()))
-        thread.start()
-        assert is_listening.wait(PATIENCE_S)
-        try:
+        with in_a_thread(scripted_upstream(self._upstream)) as (_, self._loop):
             yield self
-        finally:
-            self._loop.call_soon_threadsafe(is_over.set)
-            thread.join()
 
 
 class Peer:

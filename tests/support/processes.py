@@ -6,14 +6,15 @@ import os
 import re
 import signal
 import subprocess
-import sys
+import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from support.client import ask_once
+from support.client import Response, ask_once, inference_body
+from support.forks import Started, start_carpool
 
 # How long a test waits for what must come: it is over by then only if something hangs. How quick something is, no test
 # here says: that depends on what else the machine has to do.
@@ -60,7 +61,7 @@ class CpuShare:
 class GatewayProcess:
     """One `carpool serve`, or another role, on free ports."""
 
-    def __init__(self, process: subprocess.Popen[bytes], log: Path) -> None:
+    def __init__(self, process: Started, log: Path) -> None:
         self.process = process
         self.log = log
         self.port = 0
@@ -84,6 +85,37 @@ class GatewayProcess:
         """What `/internal/fleet` shows of a model."""
         fleet: dict[str, Any] = (await ask_once(self.admin_port, "GET", "/internal/fleet")).json["models"][model]
         return fleet
+
+    async def until_ready(self) -> None:
+        """Until it says that it can serve."""
+
+        async def is_ready() -> bool:
+            return (await ask_once(self.admin_port, "GET", "/internal/ready")).status == 200
+
+        await until(is_ready)
+
+    async def ask(self, text: str, headers: str = "") -> Response:
+        """One request with this input."""
+        return await ask_once(self.port, "POST", "/v1/inference", inference_body(text), headers)
+
+    async def submit(self, text: str, headers: str = "") -> str:
+        """A task with this input, which is accepted; its id."""
+        accepted = await self.ask(text, f"Prefer: respond-async\r\n{headers}")
+        assert accepted.status == 202, accepted.body
+        task_id: str = accepted.json["task_id"]
+        return task_id
+
+    async def result(self, task_id: str, headers: str = "") -> dict[str, Any]:
+        """What became of a task, once that is known."""
+        found: dict[str, Any] = {"status": "PENDING"}
+        while found["status"] == "PENDING":
+            found = (await ask_once(self.port, "GET", f"/v1/result/{task_id}?wait_ms=30000", b"", headers)).json
+        return found
+
+    async def state(self, request_id: str) -> Any:
+        """What `/internal/requests/{id}` says; the status of the answer where that is no 200."""
+        response = await ask_once(self.admin_port, "GET", f"/internal/requests/{request_id}")
+        return response.json if response.status == 200 else response.status
 
     @property
     def name(self) -> str:
@@ -189,9 +221,9 @@ def start_role(directory: Path, role: str, flags: Sequence[str], settings: Mappi
     log = directory / f"{role}-{time.monotonic_ns()}.log"
     wanted = PATIENT | dict(settings)
     environment = CLEAN_ENVIRONMENT | {variable(key): str(value) for key, value in wanted.items() if value is not None}
-    command = [sys.executable, "-m", "carpool", role, "--port", "0", "--log-format", "json", *flags]
     with log.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=output, env=environment, cwd=directory)
+        command = [role, "--port", "0", "--log-format", "json", *flags]
+        process = start_carpool(command, output.fileno(), output.fileno(), environment, directory)
     return GatewayProcess(process, log)
 
 
@@ -209,15 +241,33 @@ def carpool_for(
     seconds: float, arguments: Sequence[str], cwd: Path | None = None, environment: Mapping[str, str] | None = None
 ) -> "subprocess.CompletedProcess[str]":
     """The same for a command that may take so long."""
-    return subprocess.run(
-        [sys.executable, "-m", "carpool", *arguments],
-        cwd=cwd,
-        env=CLEAN_ENVIRONMENT | {"COLUMNS": "200"} | dict(environment or {}),
-        capture_output=True,
-        text=True,
-        timeout=seconds,
-        check=False,
-    )
+    wanted = CLEAN_ENVIRONMENT | {"COLUMNS": "200"} | dict(environment or {})
+    with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
+        process = start_carpool(arguments, stdout.fileno(), stderr.fileno(), wanted, cwd)
+        try:
+            status = process.wait(seconds)
+        finally:
+            process.kill()
+        return subprocess.CompletedProcess(arguments, status, _text_of(stdout), _text_of(stderr))
+
+
+@contextmanager
+def telling(*arguments: str, **environment: str) -> Iterator[tuple[Started, IO[str]]]:
+    """A command of `carpool` that runs, and what it prints as it comes; killed at the end if it is still there."""
+    reading, writing = os.pipe()
+    with open(reading) as told:
+        process = start_carpool(arguments, writing, 2, CLEAN_ENVIRONMENT | {"COLUMNS": "200"} | environment)
+        os.close(writing)
+        try:
+            yield process, told
+        finally:
+            process.kill()
+            process.wait(PATIENCE_S)
+
+
+def _text_of(file: IO[bytes]) -> str:
+    file.seek(0)
+    return file.read().decode()
 
 
 async def run_dlq(*arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":

@@ -215,11 +215,13 @@ class RedisCluster:
         """TimeoutError if that does not come."""
         await until(self.is_whole)
 
-    async def begin_to_move(self, slot: int) -> "Move":
-        """Let a slot be on its way from its node to another one."""
-        source = await self.primary_of(slot)
+    async def begin_to_move(
+        self, slot: int, source: RedisServer | None = None, target: RedisServer | None = None
+    ) -> "Move":
+        """Let a slot be on its way from its node to another one; either may be one that came later."""
+        source = source or await self.primary_of(slot)
         primaries = [node for node in self.nodes if (await node.facts("replication"))["role"] == "master"]
-        target = next(node for node in primaries if node is not source)
+        target = target or next(node for node in primaries if node is not source)
         names = [(await node.ask("CLUSTER", "MYID")).decode() for node in (source, target)]
         await target.ask("CLUSTER", "SETSLOT", slot, "IMPORTING", names[0])
         await source.ask("CLUSTER", "SETSLOT", slot, "MIGRATING", names[1])

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Literal, NamedTuple
 from urllib.parse import urlencode
@@ -57,14 +57,24 @@ class Stage(NamedTuple):
 
 @asynccontextmanager
 async def stage(
-    directory: Path, flags: list[str], broker: Broker = "embedded", settings: Mapping[str, object] | None = None
+    directory: Path,
+    flags: list[str],
+    broker: Broker = "embedded",
+    settings: Mapping[str, object] | None = None,
+    redis: RedisServer | None = None,
 ) -> AsyncIterator[Stage]:
-    """A gateway, and over Redis a batcher, with these flags for whoever calls the upstream."""
+    """A gateway, and over Redis a batcher, with these flags for whoever calls the upstream.
+
+    `redis` is one that others use too; else it is the stage's own.
+    """
     if broker == "embedded":
         async with running_gateway(directory, "", *flags, settings=settings) as both:
             yield Stage(both, both)
         return
-    async with running_redis(directory / "redis") as server, fleet_over(directory, server.url, settings) as fleet:
+    async with AsyncExitStack() as stack:
+        server = redis if redis is not None else await stack.enter_async_context(running_redis(directory / "redis"))
+        shared = {"broker.namespace": directory.name, **(settings or {})}
+        fleet = await stack.enter_async_context(fleet_over(directory, server.url, shared))
         gateway, batcher = await fleet.add("gateway"), await fleet.add("batcher", *flags)
         await fleet.wait_until_ready()
         yield Stage(gateway.process, batcher.process, server)

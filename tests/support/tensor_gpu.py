@@ -1,14 +1,12 @@
 """Simulated GPUs that speak KServe V2, in a thread of their own, and a gateway's configuration for them."""
 
-import asyncio
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 from carpool.tools.sim_gpu import GpuFleet, serve_gpus
 from carpool.upstream.simulated import SimulationSettings
-from support.processes import PATIENCE_S
+from support.threads import in_a_thread
 
 CONFIGURATION = """
 model = "mirror"
@@ -54,26 +52,17 @@ endpoints = ["http://127.0.0.1:{port}/infer"]
 """
 
 
+@asynccontextmanager
+async def _serving(settings: SimulationSettings) -> AsyncIterator[GpuFleet]:
+    fleet = await serve_gpus(settings, "127.0.0.1", 0, 1)
+    try:
+        yield fleet
+    finally:
+        await fleet.close()
+
+
 @contextmanager
 def tensor_gpu(**settings: Any) -> Iterator[GpuFleet]:
     """A GPU on a free port until the block ends."""
-    is_listening, found = threading.Event(), []
-    loop = asyncio.new_event_loop()
-    is_over = asyncio.Event()
-
-    async def serve() -> None:
-        fleet = await serve_gpus(SimulationSettings(**settings), "127.0.0.1", 0, 1)
-        found.append(fleet)
-        is_listening.set()
-        await is_over.wait()
-        await fleet.close()
-
-    thread = threading.Thread(target=lambda: loop.run_until_complete(serve()))
-    thread.start()
-    try:
-        assert is_listening.wait(PATIENCE_S)
-        yield found[0]
-    finally:
-        loop.call_soon_threadsafe(is_over.set)
-        thread.join()
-        loop.close()
+    with in_a_thread(_serving(SimulationSettings(**settings))) as (fleet, _):
+        yield fleet

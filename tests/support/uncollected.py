@@ -54,7 +54,7 @@ def uncollected(directory: Path, role: str, configuration: str) -> Iterator[Unco
     log, file = directory / "log", directory / "carpool.toml"
     file.write_text(configuration)
     command = [sys.executable, "-m", "support.uncollected", role, str(file), str(log.with_suffix(".report"))]
-    environment = CLEAN_ENVIRONMENT | {"PYTHONPATH": str(TESTS)}
+    environment = CLEAN_ENVIRONMENT | {"PYTHONPATH": f"{TESTS}:{os.environ.get('PYTHONPATH', '')}"}
     with log.open("wb") as output:
         child = subprocess.Popen(command, stdout=output, stderr=output, env=environment, cwd=directory)
     process = UncollectedProcess(child, log)

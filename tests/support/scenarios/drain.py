@@ -95,26 +95,6 @@ async def rolling_restarts(directory: Path, rounds: int, clients: int) -> tuple[
     return checker.verdict(), checker, seconds
 
 
-async def first_moments_of_a_drain(directory: Path) -> None:
-    """Ready turns 503 at once; new connections are served, each answer says goodbye; after the grace none is taken."""
-    grace_s = 5.0
-    async with running_gateway(directory, UPSTREAM, settings={"gateway.drain_grace_s": grace_s}) as gateway:
-        idle = await Connection.open(gateway.port)
-        assert not (await idle.ask("POST", "/v1/inference", inference_body("before"))).is_last
-        assert (await ask_once(gateway.admin_port, "GET", "/internal/ready")).status == 200
-        gateway.terminate()
-        signalled = time.monotonic()
-        await until(lambda: says_not_ready(gateway))
-        fresh = await ask_once(gateway.port, "POST", "/v1/inference", inference_body("fresh"))
-        assert (fresh.status, fresh.json["output"], fresh.is_last) == (200, "hserf", True)
-        kept = await idle.ask("POST", "/v1/inference", inference_body("kept"))
-        assert (kept.status, kept.json["output"], kept.is_last) == (200, "tpek", True)
-        await idle.close()
-        assert await gateway.exit_code() == 0
-        assert time.monotonic() - signalled >= grace_s
-        assert await refuses_connections(gateway)
-
-
 async def says_not_ready(gateway: GatewayProcess) -> bool:
     """Whether it told whoever balances the load that it leaves."""
     return (await ask_once(gateway.admin_port, "GET", "/internal/ready")).status == 503

@@ -1,0 +1,24 @@
+"""A process of Carpool inside of the test's own: for tests that look at what it holds, or change what it is made of."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from carpool.app import make_process
+from carpool.composition.process import Process
+from carpool.core.names import Role
+from carpool.settings import load_settings
+
+
+@asynccontextmanager
+async def process_of(role: Role, **settings: Any) -> AsyncIterator[Process]:
+    """As a command starts it; its settings by their names with `__` for the dot."""
+    flags = {"gateway.port": 0, "gateway.admin_port": 0, "gateway.drain_grace_s": 0, "tasks.journal": False}
+    flags |= {name.replace("__", "."): value for name, value in settings.items()}
+    process = make_process(load_settings(flags, environ={}, file=None), role)
+    try:
+        await process.start()
+        yield process
+        await process.drain()
+    finally:
+        await process.close()
