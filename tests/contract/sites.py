@@ -35,8 +35,9 @@ JSON = "Content-Type: application/json\r\n"
 ASYNC = JSON + "Prefer: respond-async\r\n"
 NEVER_S = 600.0
 NEVER_MS = 60_000
-# Each has a key, which is as good as a name here.
-OWNERS = ("alice", "bob")
+# Each has a key, and is of a tier. The lowest stands so much later that no pause of the machine changes the order.
+OWNERS = {"alice": "free", "bob": "free", "rich": "enterprise"}
+TARGETS_MS = {"enterprise": 50, "free": 300_000}
 SETTINGS: dict[str, object] = {
     "model": "m",
     "upstream.endpoints": ["http://gpu:9000/"],
@@ -67,6 +68,22 @@ class Door:
         body = json.dumps({"input": value, **fields}).encode()
         return await ask_once(self.process.port, "POST", "/v1/inference", body, JSON + credential(owner) + headers)
 
+    async def begin_to_ask(self, value: Any = "x", owner: str = "alice", headers: str = "", **fields: Any) -> "Asking":
+        """A request whose client waits: this ends when the gateway has it."""
+        before = await self.held()
+        asking = Asking(await Connection.open(self.process.port))
+        body = json.dumps({"input": value, **fields}).encode()
+        asking.send("POST", "/v1/inference", body, JSON + credential(owner) + headers)
+        await until(lambda: self._holds(before + 1))
+        return asking
+
+    async def held(self) -> float:
+        """Requests that the gateway has not answered."""
+        return await self.metric("held_requests")
+
+    async def _holds(self, number: float) -> bool:
+        return await self.held() >= number
+
     async def offer(self, value: Any = "x", owner: str = "alice", headers: str = "", **fields: Any) -> Response:
         """Submit a task; what the client is told."""
         body = json.dumps({"input": value, **fields}).encode()
@@ -93,12 +110,12 @@ class Door:
         """Of a task that comes to its good end."""
         return (await self.look(task_id, NEVER_MS // 2, owner))["output"]
 
-    async def poll(self, task_id: str, wait_ms: int = NEVER_MS // 2) -> "Waiting":
+    async def poll(self, task_id: str, wait_ms: int = NEVER_MS // 2) -> "Asking":
         """Begin to wait for a task, and be heard."""
-        connection = await Connection.open(self.process.port)
-        connection.send("GET", f"/v1/result/{task_id}?wait_ms={wait_ms}", headers=credential("alice"))
+        asking = Asking(await Connection.open(self.process.port))
+        asking.send("GET", f"/v1/result/{task_id}?wait_ms={wait_ms}", headers=credential("alice"))
         await self.look(task_id)  # whoever asks later is answered later
-        return Waiting(connection)
+        return asking
 
     async def delete(self, task_id: str, owner: str = "alice") -> int:
         """204, or 404."""
@@ -116,16 +133,22 @@ class Door:
         return sum(float(number) for labels, number in found if label in labels)
 
 
-class Waiting:
-    """A client that waits for a task."""
+class Asking:
+    """A client that waits for its answer."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
+        self.send = connection.send
+
+    async def response(self) -> Response:
+        """Status and all."""
+        response = await self._connection.read()
+        await self._connection.close()
+        return response
 
     async def answer(self) -> dict[str, Any]:
         """What it is told in the end."""
-        answer: dict[str, Any] = (await self._connection.read()).json
-        await self._connection.close()
+        answer: dict[str, Any] = (await self.response()).json
         return answer
 
     async def leave(self) -> None:
@@ -136,8 +159,8 @@ class Waiting:
 class Gpu(FakeUpstream):
     """Answers each input with itself, but for those that begin with "bad", which it refuses while it is strict."""
 
-    def __init__(self) -> None:
-        super().__init__(slots=4)
+    def __init__(self, slots: int) -> None:
+        super().__init__(slots=slots)
         self.is_strict = True
         # While it is set, every call fails with this status.
         self.failing = 0
@@ -176,7 +199,7 @@ class Site(ABC):
     def __init__(self, directory: Path, settings: dict[str, object]) -> None:
         self.directory = directory
         self.settings = SETTINGS | settings
-        self.gpu = Gpu()
+        self.gpu = Gpu(slots=4)
         self.processes: list[Process] = []
 
     @abstractmethod
@@ -212,8 +235,9 @@ class Site(ABC):
     def read_settings(self, settings: Mapping[str, object]) -> Settings:
         """As a command does."""
         file = self.directory / "carpool.toml"
-        keys = (f'[keys.{owner}]\nsha256 = "{sha256(owner)}"\n' for owner in OWNERS)
-        file.write_text("".join(keys))
+        tiers = [f'[[tiers]]\nname = "{name}"\ntarget_ms = {target_ms}\n' for name, target_ms in TARGETS_MS.items()]
+        keys = [f'[keys.{owner}]\nsha256 = "{sha256(owner)}"\ntier = "{tier}"\n' for owner, tier in OWNERS.items()]
+        file.write_text("".join(tiers + keys))
         given = self.settings | {"auth.mode": "keys"} | dotted(settings)
         return load_settings(given, environ={}, file=file)
 
@@ -249,7 +273,7 @@ async def all_ready(*processes: Process) -> bool:
     return all(answer.status == 200 for answer in await asyncio.gather(*asked))
 
 
-Open = Callable[..., Awaitable[Any]]
+Open = Callable[..., Awaitable[Site]]
 
 
 @asynccontextmanager
@@ -257,9 +281,10 @@ async def opened(directory: Path, server: RedisServer | RedisCluster | None) -> 
     """What opens a site with settings of its own, until the block ends; without a server, in one process."""
     sites: list[Site] = []
 
-    async def open_site(**settings: object) -> Site:
+    async def open_site(gpu_slots: int = 4, **settings: object) -> Site:
         given = dotted(settings)
         site = Embedded(directory, given) if server is None else OverRedis(directory, given, server)
+        site.gpu = Gpu(gpu_slots)
         sites.append(site)
         await asyncio.wait_for(site.start(), PATIENCE_S)
         return site
