@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sites import NEVER_MS, Door, Open, Site, opened
+from sites import LONG_MS, NEVER_MS, Door, Open, Site, opened
 
+from carpool.broker.redis.keys import Keys
 from carpool.composition.process import Process
 from carpool.settings import ConfigError
 from support.client import ask_once
@@ -132,6 +133,24 @@ async def test_another_number_of_shards_is_not_let_in(open_fleet: Open) -> None:
     assert await site.there.output(await site.here.submit()) == "x"
 
 
+async def test_the_long_silent_and_the_absurd_are_forgotten(open_fleet: Open, redis_server: RedisServer) -> None:
+    """Whatever somebody writes there: it keeps nobody out who was let in."""
+    site = await open_fleet()
+    batcher, here, there = site.processes
+    batchers = Keys(str(site.settings["broker.namespace"])).batchers.decode()
+    async with redis_server.client() as client:
+        now_ms = int((await client.time())[0]) * 1000
+        gone = {"old": f"{now_ms - 62_000} {{}}", "future": f"{now_ms + 62_000} {{}}", "bad": "not a stamp"}
+        odd = {"odd": f'{now_ms - 30_000} {{"status":"ok","shards":3}}', "long": f"{now_ms} " + "x" * 300_000}
+        for name, value in (gone | odd).items():
+            await client.hset(batchers, name, value)
+        gateways = {name_of(here): "ok", name_of(there): "ok"}
+        await until_all_see(site, gateways, {name_of(batcher): "ok", "odd": "offline"})
+        left = set(await client.hkeys(batchers))
+    assert left == {name_of(batcher).encode(), b"odd", b"long"}
+    assert (await site.here.admin("GET", "ready")).status == 200
+
+
 async def test_while_redis_is_gone_nobody_is_known_to_be_there(tmp_path: Path) -> None:
     async with running_redis(tmp_path / "redis") as server, opened(tmp_path, server) as open_one:
         site = await open_one()
@@ -164,14 +183,14 @@ async def test_on_a_cluster(redis_cluster: RedisCluster, tmp_path: Path) -> None
         ]
         for number in range(20):
             task_id = await site.here.submit(f"bad {number}")
-            assert await site.there.status(task_id, NEVER_MS // 2) == "FAILED"
+            assert await site.there.status(task_id, LONG_MS) == "FAILED"
         letters = (await site.there.admin("GET", "dead-letters")).json["dead_letters"]
         assert [letter["id"] for letter in letters] == sorted({letter["id"] for letter in letters})
         assert len(letters) == 20
         site.gpu.is_strict = False
         report = (await site.there.admin("POST", "dead-letters/replay")).json
         for task in report["tasks"]:
-            assert await site.here.status(task["task_id"], NEVER_MS // 2) == "SUCCESS"
+            assert await site.here.status(task["task_id"], LONG_MS) == "SUCCESS"
         site.gpu.hold()
 
         async def is_given() -> bool:
