@@ -45,15 +45,6 @@ async def inputs(site: Site) -> list[Any]:
     ]
 
 
-async def until_kept(site: Site, *texts: Any) -> None:
-    """Wait until these are kept, and no others, in this order."""
-
-    async def are_kept() -> bool:
-        return await inputs(site) == list(texts)
-
-    await until(are_kept)
-
-
 async def replay(site: Site, letter_id: int) -> str:
     """Make one a task again; its id."""
     replayed = await site.there.admin("POST", f"dead-letters/{letter_id}/replay")

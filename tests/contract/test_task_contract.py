@@ -4,8 +4,9 @@ import asyncio
 from typing import Any
 
 import pytest
-from sites import LONG_MS, Embedded, Open, Site
+from sites import ASYNC, LONG_MS, Asking, Embedded, Open, Site, credential
 
+from support.client import Connection
 from support.processes import until
 
 pytest_plugins = ("site_fixtures",)
@@ -142,6 +143,15 @@ async def test_operators_see_how_far_it_is(site: Site) -> None:
     assert (told["status"], told["client_id"], told["error"]) == ("completed", "nightly", None)
     assert told["latency_ms"] >= 0
     assert (await site.there.admin("GET", "requests/" + "0" * 32)).status == 404
+
+
+async def test_it_outlives_a_client_that_leaves_at_once(site: Site) -> None:
+    site.gpu.hold()
+    asking = Asking(await Connection.open(site.here.process.port))
+    asking.send("POST", "/v1/inference", b'{"input":"left"}', ASYNC + credential("alice"))
+    await asking.leave()  # before it is told the task's id
+    await site.gpu.until_called()
+    assert site.gpu.seen() == ["left"]
 
 
 # Who reads it.
@@ -306,6 +316,16 @@ async def test_results_are_bounded_and_those_that_were_read_make_room(open_site:
     assert (refused.status, refused.json["type"]) == (503, "urn:carpool:error:queue-full")
     assert "delete results you have read" in refused.json["detail"]
     assert await site.there.status(read) == "SUCCESS"
+    await until_taken(site, "x" * 10_000)
+    assert await site.here.status(read) == 404
+    assert await site.here.status(unread) == "SUCCESS"
+
+
+async def test_what_was_read_while_there_was_room_makes_room_later(open_site: Open) -> None:
+    site = await open_site(broker__shards=1, tasks__stored_bytes_max=40_000)
+    read = await site.here.submit("r" * 14_000)
+    assert await site.there.status(read, LONG_MS) == "SUCCESS"
+    unread = await finish_unread(site, "u" * 21_000)
     await until_taken(site, "x" * 10_000)
     assert await site.here.status(read) == 404
     assert await site.here.status(unread) == "SUCCESS"

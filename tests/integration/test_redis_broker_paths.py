@@ -15,14 +15,10 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from carpool.broker.redis.client.address import parse_broker_url
-from carpool.broker.redis.client.nodes import Nodes
-from carpool.broker.redis.fleet.registry import Registry
-from carpool.broker.redis.fleet.view import Heartbeat, ModelHeartbeat
 from carpool.broker.redis.keys import Keys
 from carpool.broker.redis.scripts import AUDIT
 from carpool.tools.doctor_checks import parse_audit
-from support.client import Connection, Response, ask_once, inference_body
+from support.client import Response, ask_once
 from support.processes import GatewayProcess, until
 from support.redis_fleet import Fleet, WatchedUpstream, fleet_over, held_by
 from support.redis_servers import RedisServer, running_redis
@@ -79,19 +75,6 @@ class Workshop:
 
     async def holds(self, held: int, taken: int) -> bool:
         return await self.entries() == (held, taken)
-
-    @asynccontextmanager
-    async def busy_gpu(self, gateway: GatewayProcess | None = None) -> AsyncIterator["asyncio.Task[Response]"]:
-        """While the only slot has a call without an answer. Gives the request that is in it, of this gateway."""
-        self.gpu.gate.clear()
-        try:
-            first = asyncio.create_task(ask(gateway or self.one, "first"))
-            await until(lambda: self.gpu.in_flight == 1)
-            yield first
-        finally:
-            self.gpu.gate.set()
-            await first
-            await until(lambda: self.holds(0, 0))
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -156,16 +139,6 @@ def problem(response: Response) -> str:
 
 
 # Outcomes find those who wait for them.
-
-
-async def test_a_task_outlives_a_client_that_leaves_at_once(workshop: Workshop) -> None:
-    async with workshop.busy_gpu():
-        leaver = await Connection.open(workshop.other.port)
-        leaver.send("POST", "/v1/inference", inference_body("submitted"), ASYNC)
-        await leaver.close()  # before it is told the task's id
-        await until(lambda: workshop.holds(2, 1))
-    await until(lambda: workshop.holds(0, 0))
-    assert "submitted" in workshop.gpu.seen
 
 
 # What is taken, and in which order.
@@ -254,21 +227,6 @@ async def test_endpoints_that_have_all_failed_are_tried_again_by_requests(
         await until(lambda: sees_slots(gateway, 1))
         answers = await asyncio.gather(*(ask(gateway, "abc") for _ in range(20)))
         assert {answer.status for answer in answers} == {200}
-
-
-@asynccontextmanager
-async def idle_batcher(url: str, namespace: str, shards: int) -> AsyncIterator[None]:
-    """The heartbeat of a batcher that takes nothing: with none alive for 3 s, all are refused for that."""
-    nodes = Nodes(parse_broker_url(url))
-    nodes.start()
-    said = Heartbeat("ok", models={"default": ModelHeartbeat(slots=1, healthy_slots=1)})
-    registry = Registry(nodes, Keys(namespace, shards), name=b"idle", role="batcher", describe=lambda: said)
-    registry.start()
-    try:
-        yield
-    finally:
-        registry.close()
-        await nodes.close()
 
 
 async def test_one_process_for_all_and_a_redis_that_fills_up(tmp_path: Path) -> None:

@@ -371,3 +371,26 @@ async def test_forgotten_after_it_was_read(office: Office) -> None:
         return isinstance(await look(tasks, task_id), UnknownTask)
 
     await until(is_forgotten)
+
+
+async def test_a_task_ends_at_its_own_deadline_whoever_came_with_it(office: Office) -> None:
+    """The deadlines that a client chooses do not decide what is written together."""
+    now = 1_000_000
+    tasks = office.gateway(now_ms=lambda: b"%d" % now)
+    requests = [office.request(own_timeout_s=own_s) for own_s in (0.0, 2.0, 60.0)]
+    for request in requests[1:]:  # into the same shard
+        request.id = request.id[:-1] + requests[0].id[-1]
+    refusals = [told(partial(tasks.submit, request)) for request in requests]
+    assert await asyncio.gather(*refusals) == [None] * 3
+
+    async def states() -> list[str]:
+        return [(await look(tasks, request.id)).status for request in requests]
+
+    now += 1900
+    assert await states() == ["PENDING", "PENDING", "PENDING"]
+    now += 200
+    assert await states() == ["PENDING", "FAILED", "PENDING"]
+    assert await office.counts() == (2, 2)
+    now += 60_000
+    assert await states() == ["PENDING", "FAILED", "FAILED"]
+    assert [taken.task_id for taken in await office.take()] == [requests[0].id]

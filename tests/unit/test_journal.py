@@ -765,3 +765,34 @@ async def test_tasks_without_a_result_never_go(opener: Opener) -> None:
     assert await ask(journal.append, task("b")) is None
     assert await kept(journal, "a", "b") == [True, True]
     assert journal.counts.read_bytes == 0
+
+
+async def test_expired_letters_are_not_there(opener: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal_writer, "TICK_S", 3600.0)
+    monkeypatch.setattr(journal_writer, "SLOW_TICK_S", 3600.0)
+    journal = opener()
+    await buried(journal, "a")
+    opener.clock.now += 6001.0
+    assert await letter_ids(journal) == []
+    assert await ask(journal.read_letter, 1) is None
+    assert await ask(journal.drop_letters, 1) == 0
+    assert isinstance(await ask(lambda t, done: journal.append(t, done, 1), task("r")), NotFound)
+
+
+async def test_expired_result_is_not_returned_even_before_it_is_purged(
+    opener: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal_writer, "TICK_S", 3600.0)
+    journal = opener()
+    for name in ("a", "b", "pending"):
+        await ask(journal.append, task(name))
+    await ask(journal.finish, "a", success())
+    await ask(journal.finish, "b", success())
+    opener.clock.now += 599.0
+    assert (await ask(journal.read, "a")).status == "SUCCESS"
+    opener.clock.now += 2.0
+    assert await ask(journal.read, "a") is None
+    assert await ask(journal.read, "b") is None
+    assert await ask(journal.delete, "b") is False
+    assert (await ask(journal.read, "pending")).status == "PENDING"
+    assert journal.counts.results == 2  # still there, but for nobody
