@@ -11,13 +11,10 @@ import redis
 
 from carpool.broker.redis.batcher.history import History, history_of
 from carpool.broker.redis.formats import encode_record
-from carpool.broker.redis.scripts import CLAIM
 from carpool.broker.redis.types import NOT_HELD, NOT_TAKEN
-from support.gateway import eventually
 from support.processes import PATIENCE_S
 from support.redis_servers import RedisServer, running_redis
 from support.redis_shard import (
-    LEASE_MS,
     START_MS,
     STRICT_OFFSETS,
     TASK_BYTES,
@@ -183,13 +180,6 @@ class TestTake:
         taken = shard.take({"m": Budget(1, 2), "n": Budget(2, 3), "p": Budget(5, 5)})
         assert sorted(fields_of(taken)) == ["a:s0"] * 2 + ["b:s0"] * 6
 
-    def test_one_batch_holds_the_best_of_all_tiers(self, shard: ShardBench) -> None:
-        for field, at, number in (("a:s2", 0, 2), ("a:s1", 400, 3), ("a:s0", 449, 3)):
-            shard.now = START_MS + at
-            shard.submit(field, number)
-        # Places: 500 (s2), 550 (s1), 499 (s0).
-        assert sorted(fields_of(shard.take(Budget(1, 6)))) == ["a:s0"] * 3 + ["a:s1"] + ["a:s2"] * 2
-
     def test_what_exceeds_a_share_stands_later_inside_its_tier_alone(self, shard: ShardBench) -> None:
         offsets = {"s0": 50, "o0": 50, "s1": 150, "o1": 150}
         for field, at, number in (("a:o0", 0, 4), ("a:s0", 90, 1), ("a:s1", 10, 1), ("a:s0", 210, 1)):
@@ -220,20 +210,6 @@ class TestTake:
         order = [fields_of(shard.take(one))[0] for _ in range(4)]
         assert order == ["a:s0", "a:s1", "a:t0", "a:t1"]
 
-    def test_the_lane_with_the_best_entry_goes_first(self, shard: ShardBench) -> None:
-        shard.submit("a:s2", 2)
-        shard.now = START_MS + 449
-        shard.submit("b:s0", 2)
-        shard.now = START_MS + 451
-        shard.submit("c:s0", 2)
-        assert fields_of(shard.take(Budget(3, 2))) == ["b:s0"] * 2 + ["a:s2"] * 2 + ["c:s0"] * 2
-
-    def test_after_each_batch_the_lanes_are_compared_again(self, shard: ShardBench) -> None:
-        for field, at in (("a:s0", 0), ("b:s0", 5), ("a:s0", 10), ("a:s0", 15), ("b:s0", 20)):
-            shard.now = START_MS + at
-            shard.submit(field)
-        assert "".join(field[0] for field in fields_of(shard.take(Budget(4, 1)))) == "abaa"
-
     def test_streams_left_by_parameters_that_never_come_back_are_dropped(self, shard: ShardBench) -> None:
         for number in range(100):
             shard.submit(f"{number:x}:s0")
@@ -248,72 +224,6 @@ class TestTake:
 
 
 class TestClaim:
-    def test_only_when_the_lease_is_over(self, shard: ShardBench) -> None:
-        shard.submit("a:s0", 4)
-        taken = shard.take(PLENTY)
-        assert shard.claim(PLENTY) == []
-        shard.let_lapse(*taken[:2])
-        assert ids_of(shard.claim(PLENTY)) == ids_of(taken[:2])
-        assert shard.claim(PLENTY, consumer="b3") == []  # the new owner's leases are fresh
-        owners = [owner for owner, _, _ in shard.leases("a:s0").values()]
-        assert owners == ["b2", "b2", "b1", "b1"]
-
-    def test_a_lease_ends_by_itself(self, shard: ShardBench) -> None:
-        shard.submit("a:s0")
-        began = time.monotonic()
-        shard.take(PLENTY)
-        assert eventually(lambda: shard.claim(PLENTY, lease_ms=50))
-        assert time.monotonic() - began >= 0.045
-
-    def test_deliveries_are_counted(self, shard: ShardBench) -> None:
-        shard.submit("a:s0", 2)
-        (first, second) = shard.take(PLENTY)
-        for expected in (2, 3, 4):
-            shard.let_lapse(first)
-            (claimed,) = shard.claim(PLENTY, consumer=f"b{expected}")
-            assert claimed == Entry("a:s0", first.id, first.value, expected)
-        shard.let_lapse(first, second)
-        assert [entry.deliveries for entry in shard.claim(PLENTY)] == [5, 2]
-
-    def test_nothing_new_is_taken(self, shard: ShardBench) -> None:
-        shard.submit("a:s0", 4)
-        assert shard.claim(PLENTY) == []
-        assert shard.counts() == {"held": 4, "unread": 4}
-
-    def test_no_more_than_the_free_slots_can_use(self, shard: ShardBench) -> None:
-        shard.submit("a:s0", 20)
-        shard.submit("b:s0", 20, model="other")
-        taken = shard.take({"m": PLENTY, "other": PLENTY})
-        shard.let_lapse(*taken)
-        mine = [entry.id for entry in taken if entry.field == "a:s0"]
-        assert shard.claim(Budget(batches=0)) == []
-        assert ids_of(shard.claim(Budget(batches=2, largest=4))) == mine[:8]
-        assert ids_of(shard.claim(PLENTY)) == mine[8:]
-
-    def test_suspects_come_with_fewer_of_their_like_each_time(self, shard: ShardBench) -> None:
-        shard.submit("a:s0", 70)
-        shard.submit("b:s0", 5)
-        taken = shard.take(PLENTY)
-        sizes = []
-        for deaths in range(1, 7):
-            shard.let_lapse(*taken, deliveries=deaths)
-            claimed = shard.claim(Budget(batches=4, largest=64), deliveries_max=6)
-            sizes.append((len(claimed), {entry.deliveries for entry in claimed}))
-        # The first time they are not suspects; then 16, 4, 1, 1 of one lane; then they only need an answer.
-        assert sizes == [(75, {2}), (16, {3}), (4, {4}), (1, {5}), (1, {6}), (16, {7})]
-
-    def test_whoever_has_to_be_alone_is_so_beside_other_models(self, shard: ShardBench) -> None:
-        shard.submit("a:s0")
-        shard.submit("b:s0", model="other")
-        first, alone = shard.take({"m": PLENTY, "other": PLENTY})
-        shard.let_lapse(first, deliveries=2)
-        shard.let_lapse(alone, deliveries=4)
-        for models in (("m", "other"), ("other", "m")):
-            of_models = [part for model in models for part in (model, 4, 64, 2, 0, 0)]
-            _, _, _, *streams = shard.run(CLAIM, "b2", shard.now or "", LEASE_MS, 6, 64, *of_models)
-            assert streams[::3] == [b"a:s0"]  # it was there first
-            shard.let_lapse(first, deliveries=2)
-
     def test_suspects_stay_while_they_may_not_come(self, shard: ShardBench) -> None:
         shard.submit("a:s0", 3)
         old, *others = shard.take(PLENTY)
@@ -341,12 +251,6 @@ class TestClaim:
         assert left(PLENTY, 0) == (2, False, True)
         assert left(PLENTY, 2) == (1, False, False)
 
-    def test_lines_of_a_lane_share_a_batch(self, shard: ShardBench) -> None:
-        for field in ("a:s0", "a:s1", "b:s0"):
-            shard.submit(field, 3)
-        shard.let_lapse(*shard.take(PLENTY))
-        assert fields_of(shard.claim(Budget(batches=1, largest=5))) == ["a:s0"] * 3 + ["a:s1"] * 2
-
     def test_dead_ones_are_found_behind_many_that_live(self, shard: ShardBench) -> None:
         shard.submit("a:s0", 500)
         taken = shard.take(PLENTY)
@@ -361,12 +265,6 @@ class TestClaim:
         order = [fields_of(shard.claim(Budget(batches=1)))[0] for _ in range(3)]
         assert order == ["b:s1", "c:s2", "a:s0"]
 
-    def test_counts_stay(self, shard: ShardBench) -> None:
-        shard.submit("a:s0", 4)
-        shard.let_lapse(*shard.take(Budget(1, 3)))
-        shard.claim(PLENTY)
-        assert shard.counts() == shard.true_counts() == {"held": 4, "unread": 1}
-
     def test_dead_ones_are_found_behind_many_lanes_that_live(self, shard: ShardBench) -> None:
         for number in range(300):
             shard.submit(f"{number:x}:s0")
@@ -378,43 +276,6 @@ class TestClaim:
 
 
 class TestLeases:
-    def test_renewing_keeps_the_lease_and_the_count(self, shard: ShardBench) -> None:
-        shard.submit("a:s0", 2)
-        taken = shard.take(PLENTY)
-        shard.let_lapse(*taken)
-        assert shard.renew(*taken) == []
-        assert [idle < LEASE_MS for _, idle, _ in shard.leases("a:s0").values()] == [True, True]
-        assert [deliveries for _, _, deliveries in shard.leases("a:s0").values()] == [1, 1]
-        assert shard.claim(PLENTY) == []
-
-    def test_renewing_takes_nothing_back(self, shard: ShardBench) -> None:
-        shard.submit("a:s0", 4)
-        shard.submit("b:s0")
-        taken = shard.take(PLENTY)
-        claimed, finished, lost, *kept = taken
-        shard.let_lapse(claimed)
-        shard.claim(PLENTY)
-        shard.done(finished)
-        shard.client.xdel(shard.stream(lost.field), lost.id)
-        gone = [(entry.field, entry.id) for entry in (claimed, finished, lost)]
-        never_there = Entry("ff:s0", "1-1", b"")
-        assert shard.renew(*taken, never_there) == [*gone, ("ff:s0", "1-1")]
-        assert shard.leases("a:s0")[claimed.id][0] == "b2"
-        assert len(kept) == 2
-
-    def test_released_ones_can_be_claimed_at_once_and_were_not_delivered(self, shard: ShardBench) -> None:
-        shard.submit("a:s0", 2)
-        taken = shard.take(PLENTY)
-        shard.release(*taken)
-        first = shard.claim(PLENTY)
-        assert first == taken
-        shard.let_lapse(*first)
-        second = shard.claim(PLENTY, consumer="b3")
-        assert [entry.deliveries for entry in second] == [2, 2]
-        shard.release(*second, consumer="b3")
-        assert [entry.deliveries for entry in shard.claim(PLENTY)] == [2, 2]
-        assert shard.counts() == shard.true_counts() == {"held": 2, "unread": 0}
-
     def test_what_is_given_back_carries_its_history_along(self, shard: ShardBench) -> None:
         shard.submit("a:s0", 2)
         first, second = shard.take(PLENTY)
@@ -481,15 +342,6 @@ class TestLeases:
             message = heard.get_sharded_message(timeout=5)
         assert message is not None
         assert message["data"] == b"back"
-
-    def test_releasing_what_another_has_changes_nothing(self, shard: ShardBench) -> None:
-        shard.submit("a:s0")
-        taken = shard.take(PLENTY)
-        shard.let_lapse(*taken)
-        shard.claim(PLENTY)
-        shard.release(*taken, Entry("ff:s0", "1-1", b""))
-        assert shard.claim(PLENTY, consumer="b3") == []
-        assert shard.leases("a:s0")[taken[0].id][::2] == ("b2", 2)
 
 
 class TestEnds:
