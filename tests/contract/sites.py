@@ -52,7 +52,7 @@ SETTINGS: dict[str, object] = {
     "gateway.drain_grace_s": 0.0,
     "broker.queue_timeout_s": NEVER_S,
     "broker.total_timeout_s": NEVER_S,
-    "broker.redis_timeout_ms": 5000,
+    "broker.redis_timeout_ms": 3000,
     "broker.lease_ms": NEVER_MS,
     "shedding.mode": "off",
     "limits.per_minute": 0,
@@ -167,10 +167,14 @@ class Gpu(FakeUpstream):
         self.is_strict = True
         # While it is set, every call fails with this status.
         self.failing = 0
+        # While it is true, a call that was let go is the last one for now.
+        self.is_one_by_one = False
 
     async def post(self, call: UpstreamCall, timeout_s: float) -> UpstreamResponse:
         """Take one call."""
         answer = await super().post(call, timeout_s)
+        if self.is_one_by_one:
+            self.hold()
         if self.failing:
             return UpstreamResponse(self.failing, b"{}")
         if self.is_strict and any(value.startswith(b'"bad') for value in inputs_of(call)):

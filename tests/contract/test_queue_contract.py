@@ -5,7 +5,7 @@ import random
 from typing import Any
 
 import pytest
-from sites import Asking, Door, Open, Site
+from sites import Asking, Door, Embedded, Open, Site
 
 from carpool.testing import UpstreamResponse, echo
 from support.client import Response
@@ -60,15 +60,20 @@ async def test_each_has_its_own_answer_in_batches_of_one_lane(open_site: Open) -
     await until_empty(site)
 
 
-async def test_batches_fill_while_slots_are_busy(open_site: Open) -> None:
+async def test_batches_fill_while_slots_are_busy_and_no_more_is_taken_than_they_can_use(open_site: Open) -> None:
     site = await open_site(batching__max_batch=8, **ONE_BY_ONE)
     busy = await occupy(site)
-    waiting = [await site.here.begin_to_ask(f"{number}") for number in range(16)]
-    site.gpu.release()
+    waiting = [await site.here.begin_to_ask(f"{number}") for number in range(20)]
+    site.gpu.is_one_by_one = True
+    for sent in (1, 9, 17, 21):
+        await site.gpu.until_called(sent)
+        if not isinstance(site, Embedded):
+            assert await Door(site.processes[0]).metric("entries_taken_total") == sent
+        site.gpu.release()
     assert (await busy.answer())["output"] == "busy"
     answers = [await asking.answer() for asking in waiting]
-    assert [answer["output"] for answer in answers] == [f"{number}" for number in range(16)]
-    assert [len(received.inputs) for received in site.gpu.calls] == [1, 8, 8]
+    assert [answer["output"] for answer in answers] == [f"{number}" for number in range(20)]
+    assert [len(received.inputs) for received in site.gpu.calls] == [1, 8, 8, 4]
 
 
 async def test_outputs_that_are_not_one_each_are_given_to_nobody(open_site: Open) -> None:
@@ -209,7 +214,7 @@ async def test_a_client_that_leaves_while_it_runs_harms_nobody(open_site: Open) 
 
 
 async def test_a_time_in_the_queue_and_a_time_in_all(open_site: Open) -> None:
-    site = await open_site(broker__queue_timeout_s=1.0, broker__total_timeout_s=3.0, **ONE_BY_ONE)
+    site = await open_site(broker__queue_timeout_s=1.0, broker__total_timeout_s=2.0, **ONE_BY_ONE)
     runs = await occupy(site)
     task_id = await site.here.submit("task")
     waits = await (await site.here.begin_to_ask("waits")).response()
@@ -217,7 +222,7 @@ async def test_a_time_in_the_queue_and_a_time_in_all(open_site: Open) -> None:
     assert "within 1 s (`broker.queue_timeout_s`)" in waits.json["detail"]
     late = await runs.response()
     assert (late.status, code(late)) == (504, "deadline-exceeded")
-    assert late.json["detail"] == "no result within 3 s (`broker.total_timeout_s`)"
+    assert late.json["detail"] == "no result within 2 s (`broker.total_timeout_s`)"
     site.gpu.release()
     assert await site.there.output(task_id) == "task"  # which has no time in the queue
     assert "waits" not in site.gpu.seen()

@@ -1,8 +1,4 @@
-"""What the contract of a broker does not cover: real `carpool` processes that meet in a real Redis.
-
-Most tests share a fleet of two gateways and one batcher, whose only slot is an upstream that the test holds and
-releases. They leave it idle. All run in one event loop, because that upstream lives in it.
-"""
+"""What the contract does not cover: real `carpool` processes whose endpoints, or whose Redis, fail them."""
 
 import asyncio
 import json
@@ -10,99 +6,18 @@ import secrets
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
-import pytest
-import pytest_asyncio
-
-from carpool.broker.redis.keys import Keys
-from carpool.broker.redis.scripts import AUDIT
-from carpool.tools.doctor_checks import parse_audit
 from support.client import Response, ask_once
 from support.processes import GatewayProcess, until
-from support.redis_fleet import Fleet, WatchedUpstream, fleet_over, held_by
+from support.redis_fleet import WatchedUpstream, fleet_over
 from support.redis_servers import RedisServer, running_redis
 from support.upstreams import scripted_upstream
-
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.xdist_group("workshop")]
 
 JSON = "Content-Type: application/json\r\n"
 ASYNC_ONLY = "Prefer: respond-async\r\n"
 ASYNC = JSON + ASYNC_ONLY
-MAX_BATCH = 64
-# Longer than a test waits for anything.
-NEVER_S = 600
 # A long poll: as long as one may be.
 WAIT_MS = 30_000
-
-
-class Workshop:
-    """Two gateways, one batcher with one slot, and what they keep in Redis."""
-
-    def __init__(self, fleet: Fleet, gpu: WatchedUpstream, server: RedisServer, keys: Keys) -> None:
-        self.fleet = fleet
-        self.gpu = gpu
-        self.server = server
-        self.keys = keys
-        self.client = server.client()
-        self.one, self.other = (place.process for place in fleet.gateways)
-        self.batcher = fleet.batchers[0].process
-
-    async def entries(self) -> tuple[int, int]:
-        """Entries in the queue, and those of them that a batcher has; and that the shards count right.
-
-        Entries come by plain commands and are counted by a script right behind these: in between they do not.
-        """
-        found: list[tuple[int, int]] = []
-
-        async def are_counted() -> bool:
-            found[:] = await self._counted_entries()
-            return bool(found)
-
-        await until(are_counted)
-        return found[0]
-
-    async def _counted_entries(self) -> list[tuple[int, int]]:
-        held = taken = 0
-        for shard in self.keys.shards:
-            reply: Any = await self.client.eval(AUDIT.source, 1, shard.counts)  # type: ignore[arg-type]
-            facts = parse_audit(shard.number, b"", reply)
-            if facts.held_counted != facts.held:
-                return []
-            held += facts.held
-            taken += facts.held - facts.unread
-        return [(held, taken)]
-
-    async def holds(self, held: int, taken: int) -> bool:
-        return await self.entries() == (held, taken)
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def workshop(tmp_path_factory: pytest.TempPathFactory, redis_server: RedisServer) -> AsyncIterator[Workshop]:
-    settings: dict[str, object] = {
-        "broker.queue_timeout_s": NEVER_S,
-        "broker.total_timeout_s": NEVER_S,
-        "upstream.timeout_s": NEVER_S,
-        "batching.max_batch": MAX_BATCH,
-        "upstream.attempts": 1,
-        "shedding.mode": "off",  # on a busy machine the GPU seems slow, and a door would refuse those who are to wait
-    }
-    gpu = WatchedUpstream()
-    async with (
-        own_namespace(redis_server) as namespace,
-        scripted_upstream(gpu),
-        fleet_over(
-            tmp_path_factory.mktemp("workshop"), redis_server.url, settings | {"broker.namespace": namespace}
-        ) as fleet,
-    ):
-        await asyncio.gather(
-            fleet.add("gateway"), fleet.add("gateway"), fleet.add("batcher", "--upstream", gpu.url, "--slots", "1")
-        )
-        await fleet.wait_until_ready()
-        workshop = Workshop(fleet, gpu, redis_server, Keys(namespace))
-        async with workshop.client:
-            yield workshop
-        assert fleet.errors() == []
 
 
 @asynccontextmanager
@@ -142,40 +57,6 @@ def problem(response: Response) -> str:
 
 
 # What is taken, and in which order.
-
-
-async def test_a_batcher_takes_no_more_than_its_slots_can_use(workshop: Workshop) -> None:
-    requests: list[asyncio.Task[Response]] = []
-    most = 0
-
-    async def look() -> None:
-        """What it has beyond what was answered: an outcome takes a moment to be acknowledged."""
-        nonlocal most
-        held = await held_by(workshop.client, workshop.batcher.name, workshop.keys)
-        most = max(most, len(held - workshop.gpu.answered))
-
-    workshop.gpu.begin_anew()
-    workshop.gpu.gate.clear()
-    for number in range(500):
-        gateway = workshop.one if number % 2 else workshop.other
-        requests.append(asyncio.create_task(ask(gateway, f"hoard-{number}")))
-
-    async def all_wait() -> bool:
-        await look()
-        return most > 0 and (await workshop.entries())[0] == len(requests)
-
-    try:
-        await until(all_wait)
-        for _ in range(10):
-            await look()
-    finally:
-        workshop.gpu.gate.set()
-    while not all(request.done() for request in requests):
-        await look()
-    answers = await asyncio.gather(*requests)
-    assert [answer.json.get("output") for answer in answers] == [f"hoard-{number}"[::-1] for number in range(500)]
-    assert 0 < most <= MAX_BATCH
-    await until(lambda: workshop.holds(0, 0))
 
 
 # What operators see and do.
