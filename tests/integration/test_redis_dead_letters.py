@@ -13,28 +13,25 @@ import pytest
 from carpool.broker.redis.dead_letters import box as box_module
 from carpool.broker.redis.dead_letters.bounds import LetterBounds
 from carpool.broker.redis.dead_letters.box import RedisDeadLetterBox
-from carpool.broker.redis.dead_letters.letters import IDS_A_MS, letter_of
+from carpool.broker.redis.dead_letters.letters import IDS_A_MS
 from carpool.broker.redis.fleet.memory import LETTERS_SHARE_MAX, SHARE_MAX, memory_facts, memory_fraction
 from carpool.broker.redis.gateway import dead_letters as desk_module
 from carpool.broker.redis.gateway.dead_letters import RedisDeadLetterDesk
 from carpool.broker.redis.gateway.tasks import RedisTasks
 from carpool.broker.redis.scripts import BURY
-from carpool.core.dead_letter import DeadLetterSummary, SynchronousKept, dead_letter_causes
+from carpool.core.dead_letter import DeadLetterSummary, SynchronousKept
 from carpool.core.errors import (
     BrokerDown,
     CarpoolError,
     DeadlineExceeded,
     InputRefused,
     Malformed,
-    NotFound,
-    QueueFull,
-    UnknownModel,
     UpstreamFailed,
 )
-from carpool.core.request import DONE, Request
+from carpool.core.request import Request
 from carpool.testing import Witness, make_request
 from support.processes import PATIENCE_S, until
-from support.redis_servers import RedisCluster, RedisServer, running_redis
+from support.redis_servers import RedisServer, running_redis
 from support.redis_tasks import Office, letter_bounds, open_office
 from support.tasks import told
 
@@ -93,38 +90,6 @@ async def letters(redis_server: RedisServer) -> AsyncIterator[LetterOffice]:
 # What becomes one.
 
 
-async def test_a_synchronous_request_is_kept_as_it_was(letters: LetterOffice) -> None:
-    before = time.time()
-    await letters.bury("r1", parameters=b'{"a":1}', tier=1, owner="192.0.2.1")
-    summary = await letters.only()
-    letter = await letters.desk.show(summary.id)
-    assert letter.summary == summary
-    assert (summary.request_id, summary.model, summary.cause, summary.detail, summary.sends, summary.size) == (
-        "r1",
-        "m",
-        "input-refused",
-        REFUSED.detail,
-        2,
-        4 + 7,
-    )
-    assert before - 1.0 < summary.buried_wall < time.time() + 1.0
-    assert (letter.owner, letter.input, letter.parameters, letter.tier) == ("192.0.2.1", b'"r1"', b'{"a":1}', 1)
-    assert letters.desk.total() == 1
-    assert summary.id < 2**53
-
-
-async def test_counts_are_by_cause(letters: LetterOffice) -> None:
-    assert letters.box.buried == dict.fromkeys(dead_letter_causes(), 0)
-    await letters.bury("a", "b")
-    await letters.bury("c", error=UpstreamFailed("down"))
-    letters.box.count("upstream-refused")
-    assert {cause: number for cause, number in letters.box.buried.items() if number} == {
-        "input-refused": 2,
-        "upstream-failed": 1,
-        "upstream-refused": 1,
-    }
-
-
 @pytest.mark.parametrize(
     ("kept", "causes"), [("poison", ["input-refused"]), ("all", ["input-refused", "upstream-failed"]), ("none", [])]
 )
@@ -140,46 +105,6 @@ async def test_which_synchronous_requests_are_kept(
     letters.box.bury_suspect(letters.request("suspect"), UpstreamFailed("given up: 3 batchers did not come back"), 3)
     await until(lambda: letters.box.burying == 0)
     assert ("suspect" in await letters.names()) == (kept != "none")
-
-
-async def test_tasks_and_those_who_left_are_not_buried_by_the_box(letters: LetterOffice) -> None:
-    letters.box.bury(letters.request("task", is_task=True), REFUSED, 1)
-    gone = letters.request("gone")
-    gone.phase = DONE
-    letters.box.bury(gone, REFUSED, 1)
-    await asyncio.sleep(0.02)
-    assert await letters.names() == []
-    assert letters.box.buried["input-refused"] == 0
-
-
-async def test_a_failed_task_becomes_one_with_its_result(letters: LetterOffice) -> None:
-    office = letters.office
-    task_id = await office.submit(letters.tasks, b'{"prompt": "hi"}', "somebody", parameters=b'{"t":0}')
-    (taken,) = await office.take()
-    assert await office.finish(taken, REFUSED, sends=3)
-    assert await office.finish(taken, REFUSED, sends=3)  # said again: no second letter
-    summary = await letters.only()
-    letter = await letters.desk.show(summary.id)
-    assert (summary.request_id, summary.cause, summary.sends, summary.size) == (task_id, "input-refused", 3, 16 + 7)
-    assert (letter.owner, letter.input, letter.parameters, letter.tier) == (
-        "somebody",
-        b'{"prompt": "hi"}',
-        b'{"t":0}',
-        1,
-    )
-    assert summary.id % IDS_A_MS == taken.shard.number
-    assert office.buried == ["input-refused"]
-    assert await office.counts() == (0, 0)
-
-
-async def test_not_every_failure_of_a_task_is_worth_a_look(letters: LetterOffice) -> None:
-    request = letters.request("t", is_task=True)
-    assert letter_of(request, DeadlineExceeded("late")) == b""
-    assert letter_of(request, REFUSED) != b""
-    await letters.office.submit(letters.tasks)
-    (taken,) = await letters.office.take()
-    assert await letters.office.finish(taken, DeadlineExceeded("late"))
-    assert await letters.names() == []
 
 
 async def test_ids_rise_and_the_oldest_make_room(redis_server: RedisServer) -> None:
@@ -223,18 +148,6 @@ async def test_letters_have_a_part_of_the_memory_at_most(redis_server: RedisServ
         memory = 1000
         await letters.bury("last")
         assert 1 < len(await letters.names()) < 20
-
-
-async def test_letters_of_tasks_are_bounded_in_bytes(redis_server: RedisServer) -> None:
-    async with open_office(redis_server.url, shards=1) as office:
-        letters = LetterOffice(office, bounds=letter_bounds(bytes_max=2500))
-        office.replies = office.writer(result_ttl_ms=1000, letter_bounds=letters.bounds)
-        for _ in range(5):
-            await office.submit(letters.tasks, b'"%b"' % (b"x" * 1000))
-            (taken,) = await office.take()
-            assert await office.finish(taken, REFUSED)
-        assert len(await letters.names()) == 2
-        assert letters.bounds.dropped == 3
 
 
 async def test_letters_do_not_fill_the_memory_of_redis(tmp_path: Path) -> None:
@@ -285,35 +198,12 @@ async def test_letters_on_their_way_are_bounded(letters: LetterOffice, monkeypat
 # Pages.
 
 
-async def test_pages_go_over_all_shards_in_order(letters: LetterOffice, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(desk_module, "LETTERS_A_CALL_MAX", 2)
-    await letters.bury(*(f"r{number}" for number in range(50)))
-    whole = await letters.desk.page(0, 1000)
-    assert sorted(letter.request_id for letter in whole) == sorted(f"r{number}" for number in range(50))
-    assert [letter.id for letter in whole] == sorted(letter.id for letter in whole)
-    assert letters.desk.total() == 50
-    for limit in (1, 7, 49, 50):
-        after, pages = 0, []
-        while page := await letters.desk.page(after, limit):
-            assert len(page) <= limit
-            pages += page
-            after = page[-1].id
-        assert pages == whole
-
-
 async def test_a_call_looks_through_a_bounded_number_of_bytes(
     letters: LetterOffice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(desk_module, "LOOKED_THROUGH_BYTES_MAX", 1)
     await letters.bury(*(f"r{number}" for number in range(40)))
     assert len(await letters.names()) == 40
-
-
-async def test_the_total_can_be_refreshed(letters: LetterOffice) -> None:
-    await letters.bury("a", "b", "c")
-    assert letters.desk.total() == 0
-    await letters.desk.refresh()
-    assert letters.desk.total() == 3
 
 
 async def test_a_letter_of_another_version_can_be_seen_and_dropped(letters: LetterOffice) -> None:
@@ -335,134 +225,7 @@ async def test_a_letter_of_another_version_can_be_seen_and_dropped(letters: Lett
 # Dropping.
 
 
-async def test_drop(letters: LetterOffice) -> None:
-    await letters.bury("a", "b", "c", "d")
-    gone = (await letters.desk.page(0, 1))[0]
-    await letters.desk.drop(gone.id)
-    assert gone.request_id not in await letters.names()
-    for missing in (gone.id, 1, 12345, 2**53 - 1):
-        with pytest.raises(NotFound):
-            await letters.desk.drop(missing)
-        with pytest.raises(NotFound):
-            await letters.desk.show(missing)
-        with pytest.raises(NotFound):
-            await letters.desk.replay(missing)
-    assert await letters.desk.drop_all() == 3
-    assert await letters.desk.drop_all() == 0
-    assert await letters.names() == []
-    assert letters.desk.total() == 0
-
-
 # Replaying.
-
-
-async def test_a_replay_is_a_new_task_in_place_of_the_letter(letters: LetterOffice) -> None:
-    await letters.bury("r1", parameters=b'{"a":1}', tier=7)
-    summary = await letters.only()
-    replayed = await letters.desk.replay(summary.id)
-    assert replayed.id == summary.id
-    assert await letters.names() == []
-    (taken,) = await letters.office.take()
-    assert (taken.task_id, taken.input) == (replayed.task_id, b'"r1"')
-    assert taken.shard.number == summary.id % IDS_A_MS
-    header = taken.header
-    assert (header.parameters, header.lane, header.tier) == (b'{"a":1}', b"prepared", 1)
-    assert 590_000 < taken.record.remaining_ms <= 600_000
-    with pytest.raises(NotFound):
-        await letters.desk.replay(summary.id)
-    shard = taken.shard
-    assert await letters.office.nodes.ask(shard.slot, b"EXISTS", shard.letters, shard.letter_bodies) == 0
-
-
-async def test_a_replayed_task_keeps_its_owner(letters: LetterOffice) -> None:
-    office = letters.office
-    await office.submit(letters.tasks, b'"x"', "somebody")
-    (taken,) = await office.take()
-    await office.finish(taken, REFUSED)
-    replayed = await letters.desk.replay((await letters.only()).id)
-    assert (await office.hash_of(replayed.task_id))[b"o"] == b"somebody"
-    assert [entry.record.owner for entry in await office.take()] == ["somebody"]
-
-
-async def test_one_of_many_replays_wins(letters: LetterOffice) -> None:
-    await letters.bury("r1")
-    letter_id = (await letters.only()).id
-    results = await asyncio.gather(*(letters.desk.replay(letter_id) for _ in range(10)), return_exceptions=True)
-    assert sum(isinstance(result, NotFound) for result in results) == 9
-    assert len(await letters.office.take()) == 1
-    assert await letters.office.counts() == (1, 0)
-
-
-async def test_a_letter_that_cannot_be_replayed_stays(redis_server: RedisServer) -> None:
-    async with open_office(redis_server.url) as office:
-        letters = LetterOffice(office, held_max=0)
-        await letters.bury("other", model="gone")
-        with pytest.raises(UnknownModel):
-            await letters.desk.replay((await letters.only()).id)
-        await letters.desk.drop_all()
-        await letters.bury("full")
-        with pytest.raises(QueueFull):
-            await letters.desk.replay((await letters.only()).id)
-        letters.unacceptable = b"full"
-        with pytest.raises(Malformed):
-            await letters.desk.replay((await letters.only()).id)
-        assert await letters.names() == ["full"]
-
-
-async def test_replay_all(letters: LetterOffice, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(desk_module, "LETTERS_A_CALL_MAX", 2)
-    await letters.bury(*(f"r{number}" for number in range(60)))
-    await letters.bury("unserved", model="gone")
-    report = await letters.desk.replay_all(None)
-    taken = await letters.office.take()
-    assert {replayed.task_id for replayed in report.tasks} == {entry.task_id for entry in taken}
-    assert {entry.input for entry in taken} == {b'"r%d"' % number for number in range(60)}
-    assert report.reason is not None
-    assert "no longer served" in report.reason
-    assert await letters.names() == ["unserved"]
-
-
-async def test_replay_all_of_one_cause(letters: LetterOffice, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(desk_module, "LETTERS_A_CALL_MAX", 1)
-    await letters.bury(*(f"refused-{number}" for number in range(20)))
-    await letters.bury(*(f"failed-{number}" for number in range(20)), error=UpstreamFailed("down"))
-    report = await letters.desk.replay_all("upstream-failed")
-    assert (len(report.tasks), report.reason) == (20, None)
-    assert {entry.input for entry in await letters.office.take()} == {b'"failed-%d"' % number for number in range(20)}
-    assert len(await letters.names()) == 20
-
-
-async def test_replay_all_ends_though_its_tasks_come_back(redis_server: RedisServer) -> None:
-    """Letters that its own tasks come back as are younger than where it stops."""
-    async with open_office(redis_server.url, shards=2) as office:
-        letters = LetterOffice(office)
-        await letters.bury(*(f"r{number}" for number in range(200)))
-        office.replies = office.writer(result_ttl_ms=1000, letter_bounds=letter_bounds(1000))
-        over = asyncio.Event()
-
-        async def fail_everything() -> None:
-            while not over.is_set():
-                for taken in await office.take():
-                    await office.finish(taken, REFUSED)
-
-        failing = asyncio.ensure_future(fail_everything())
-        report = await asyncio.wait_for(letters.desk.replay_all(None), PATIENCE_S)
-        over.set()
-        await failing
-        assert len(report.tasks) == 200
-
-
-async def test_replay_all_stops_when_no_more_tasks_are_accepted(redis_server: RedisServer) -> None:
-    async with open_office(redis_server.url, shards=1) as office:
-        letters = LetterOffice(office, held_max=3)
-        await letters.bury(*(f"r{number}" for number in range(70)))
-        report = await letters.desk.replay_all(None)
-        assert len(report.tasks) == 3
-        assert report.reason is not None
-        assert "queue is full" in report.reason
-        assert len(await letters.names()) == 67
-        with pytest.raises(QueueFull):
-            await letters.desk.replay_all(None)
 
 
 # When Redis is gone.
@@ -509,14 +272,37 @@ async def test_a_replay_whose_answer_was_lost_loses_no_letter(tmp_path: Path) ->
         assert await letters.names() == []
 
 
-async def test_in_a_cluster(redis_cluster: RedisCluster) -> None:
-    async with open_office(redis_cluster.url) as office:
+async def test_pages_go_over_all_shards_in_order(letters: LetterOffice, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(desk_module, "LETTERS_A_CALL_MAX", 2)
+    await letters.bury(*(f"r{number}" for number in range(50)))
+    whole = await letters.desk.page(0, 1000)
+    assert sorted(letter.request_id for letter in whole) == sorted(f"r{number}" for number in range(50))
+    assert [letter.id for letter in whole] == sorted(letter.id for letter in whole)
+    assert letters.desk.total() == 50
+    for limit in (1, 7, 49, 50):
+        after, pages = 0, []
+        while page := await letters.desk.page(after, limit):
+            assert len(page) <= limit
+            pages += page
+            after = page[-1].id
+        assert pages == whole
+
+
+async def test_replay_all_ends_though_its_tasks_come_back(redis_server: RedisServer) -> None:
+    """Letters that its own tasks come back as are younger than where it stops."""
+    async with open_office(redis_server.url, shards=2) as office:
         letters = LetterOffice(office)
-        await letters.bury(*(f"r{number}" for number in range(40)))
-        page = await letters.desk.page(0, 1000)
-        assert len({letter.id % IDS_A_MS for letter in page}) == 16
-        await letters.desk.drop(page[0].id)
-        report = await letters.desk.replay_all(None)
-        assert (len(report.tasks), report.reason) == (39, None)
-        assert len(await office.take()) == 39
-        assert await letters.desk.drop_all() == 0
+        await letters.bury(*(f"r{number}" for number in range(200)))
+        office.replies = office.writer(result_ttl_ms=1000, letter_bounds=letter_bounds(1000))
+        over = asyncio.Event()
+
+        async def fail_everything() -> None:
+            while not over.is_set():
+                for taken in await office.take():
+                    await office.finish(taken, REFUSED)
+
+        failing = asyncio.ensure_future(fail_everything())
+        report = await asyncio.wait_for(letters.desk.replay_all(None), PATIENCE_S)
+        over.set()
+        await failing
+        assert len(report.tasks) == 200

@@ -14,11 +14,11 @@ from carpool.broker.redis.formats import KeptResult, encode_result
 from carpool.broker.redis.gateway.results import ENTRY_BYTES, LEAVING_BYTES_MAX, RedisResults
 from carpool.broker.redis.keys import Keys
 from carpool.broker.redis.redis_ops import RedisOps
-from carpool.core.outcome import CallFacts, Output
+from carpool.core.outcome import Output
 from carpool.testing import make_output
 from support.processes import PATIENCE_S, until
 from support.redis_nodes import connected
-from support.redis_servers import RedisCluster, RedisServer, running_redis
+from support.redis_servers import RedisServer, running_redis
 
 KEYS = [bytes([number]) * 32 for number in range(40)]
 
@@ -63,59 +63,6 @@ async def cache_bytes(server: RedisServer, namespace: str, shard: int = 0) -> in
     return int(await server.ask("HGET", Keys(namespace, 1).shards[shard].counts.decode(), "cache_bytes") or 0)
 
 
-async def test_what_one_keeps_another_finds(tmp_path: Path, redis_server: RedisServer) -> None:
-    async with results_in(redis_server, tmp_path.name) as one, results_in(redis_server, tmp_path.name) as two:
-        for number, key in enumerate(KEYS):
-            one.keep(key, Output(memoryview(b"[%d]" % number), CallFacts(3, 0.1, "v2"), number))
-        assert await find(one, KEYS[0]) == [b"[0]"]  # before it is written
-        expected = [b"[%d]" % number for number in range(40)]
-
-        async def all_found() -> bool:
-            return await find(two, *KEYS) == expected
-
-        await until(all_found)
-        found: list[tuple[Output | None, float]] = []
-        two.look(KEYS[7], lambda output, age_s: found.append((output, age_s)))
-        await until(lambda: bool(found))
-        output, age_s = found[0]
-        assert output is not None
-        assert (output.tokens_used, output.call.cached, output.call.model_version) == (7, True, "v2")
-        assert 0 <= age_s < 60
-        assert await find(two, b"x" * 32, KEYS[1]) == [None, b"[1]"]
-
-
-async def test_in_a_cluster(tmp_path: Path, redis_cluster: RedisCluster) -> None:
-    async with results_in(redis_cluster, tmp_path.name) as results:
-        for key in KEYS:
-            results.keep(key, make_output(key.hex().encode()))
-        results.write()
-
-        async def all_found() -> bool:
-            return await find(results, *KEYS) == [key.hex().encode() for key in KEYS]
-
-        await until(all_found)
-
-
-async def test_bytes_are_bounded_and_the_oldest_go(tmp_path: Path, redis_server: RedisServer) -> None:
-    async with results_in(redis_server, tmp_path.name, shards=1, bytes_max=20_000) as results:
-        for key in KEYS[:20]:
-            results.keep(key, make_output(b"x" * 1000))
-            results.write()
-            await until_found(results, key)  # one after the other
-        kept = await find(results, *KEYS[:20])
-        assert kept[-6:] == [b"x" * 1000] * 6
-        assert kept[:4] == [None] * 4
-        assert 0 < await cache_bytes(redis_server, tmp_path.name) <= 20_000
-        # The same one again counts once.
-        before = await cache_bytes(redis_server, tmp_path.name)
-        for _ in range(10):
-            results.keep(KEYS[19], make_output(b"x" * 1000))
-            results.write()
-            await find(results, KEYS[19])
-        assert await cache_bytes(redis_server, tmp_path.name) == before
-        assert await find(results, *KEYS[:20]) == kept
-
-
 async def test_many_that_come_at_once_are_bounded_too(tmp_path: Path, redis_server: RedisServer) -> None:
     keys = [bytes([number % 256, number // 256]) * 16 for number in range(2000)]
     async with results_in(redis_server, tmp_path.name, bytes_max=200_000) as results:
@@ -154,29 +101,6 @@ async def test_many_before_redis_knows_the_script_are_bounded(tmp_path: Path) ->
         shard = Keys("n", 1).shards[0]
         kept = [int(await server.ask("HLEN", name.decode())) for name in (shard.kept, shard.kept_before)]
         assert sum(kept) < 200
-
-
-async def test_they_are_gone_in_time_and_count_no_more(tmp_path: Path, redis_server: RedisServer) -> None:
-    async with results_in(redis_server, tmp_path.name, shards=1, ttl_s=2.0) as results:
-        results.keep(KEYS[0], make_output(b"1"))
-        results.keep(KEYS[1], make_output(b"2"))
-        results.write()
-        await until_found(results, KEYS[0])
-
-        async def is_gone() -> bool:
-            return await find(results, *KEYS[:2]) == [None, None]
-
-        await until(is_gone)
-        shard = Keys(tmp_path.name, 1).shards[0]
-
-        async def parts_are_gone() -> bool:
-            return not await redis_server.ask("EXISTS", shard.kept.decode(), shard.kept_before.decode())
-
-        await until(parts_are_gone)
-        results.keep(KEYS[2], make_output(b"3"))
-        results.write()
-        await until_found(results, KEYS[2])
-        assert 0 < await cache_bytes(redis_server, tmp_path.name) < 500
 
 
 async def test_while_memory_is_short_they_make_room(tmp_path: Path, redis_server: RedisServer) -> None:
@@ -362,3 +286,26 @@ async def test_who_fails_when_told_keeps_nobody_else_waiting(tmp_path: Path, red
             results.look(key, fail)
             results.look(key, partial(tell, key))
         await until(lambda: sorted(told) == KEYS[:3])
+
+
+async def test_they_are_gone_in_time_and_count_no_more(tmp_path: Path, redis_server: RedisServer) -> None:
+    async with results_in(redis_server, tmp_path.name, shards=1, ttl_s=2.0) as results:
+        results.keep(KEYS[0], make_output(b"1"))
+        results.keep(KEYS[1], make_output(b"2"))
+        results.write()
+        await until_found(results, KEYS[0])
+
+        async def is_gone() -> bool:
+            return await find(results, *KEYS[:2]) == [None, None]
+
+        await until(is_gone)
+        shard = Keys(tmp_path.name, 1).shards[0]
+
+        async def parts_are_gone() -> bool:
+            return not await redis_server.ask("EXISTS", shard.kept.decode(), shard.kept_before.decode())
+
+        await until(parts_are_gone)
+        results.keep(KEYS[2], make_output(b"3"))
+        results.write()
+        await until_found(results, KEYS[2])
+        assert 0 < await cache_bytes(redis_server, tmp_path.name) < 500

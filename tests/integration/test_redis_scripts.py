@@ -11,14 +11,10 @@ import redis
 
 from carpool.broker.redis.batcher.history import History, history_of
 from carpool.broker.redis.formats import encode_record
-from carpool.broker.redis.keys import Keys
-from carpool.broker.redis.scripts import CLAIM
 from carpool.broker.redis.types import NOT_HELD, NOT_TAKEN
-from support.gateway import eventually
 from support.processes import PATIENCE_S
-from support.redis_servers import RedisCluster, RedisServer, running_redis
+from support.redis_servers import RedisServer, running_redis
 from support.redis_shard import (
-    LEASE_MS,
     START_MS,
     STRICT_OFFSETS,
     TASK_BYTES,
@@ -29,8 +25,6 @@ from support.redis_shard import (
 )
 
 PLENTY = Budget(batches=100, largest=64)
-# When the first tasks of a test count no more: a task's ten minutes, rounded up to a 32nd of these.
-PART_END_MS = -(-(START_MS + 600_000) // 18_750) * 18_750
 
 
 @pytest.fixture
@@ -49,15 +43,6 @@ def fields_of(entries: list[Entry]) -> list[str]:
 
 
 class TestSubmit:
-    def test_entries_are_kept_as_they_came(self, shard: ShardBench) -> None:
-        values = [b"\x00\xff", b"", b'{"a": 1}\r\n']
-        ids = shard.submit("a:s0", values, header=b"\x81\x00head")
-        found: Any = shard.client.xrange(shard.stream("a:s0"))
-        assert [(entry_id.decode(), pair) for entry_id, pair in found] == [
-            (entry_id, {b"\x81\x00head": value}) for entry_id, value in zip(ids, values, strict=True)
-        ]
-        assert shard.counts() == {"held": 3, "unread": 3}
-
     def test_ids_follow_the_first_without_a_gap_though_time_goes_on(self, shard: ShardBench) -> None:
         # 2 MB take several ms; a gateway knows the other ids only from the first.
         shard.now = None
@@ -82,59 +67,6 @@ class TestSubmit:
         assert shard.all_keys() == before
         shard.done(*taken)
         assert len(shard.submit("c:s0", 9, held_max=5)) == 5
-
-    def test_only_so_many_lanes_wait(self, shard: ShardBench) -> None:
-        shard.submit("a:s0", lanes_max=2)
-        shard.submit("b:s0", lanes_max=2)
-        before = shard.all_keys()
-        with pytest.raises(redis.ResponseError, match=r"^LANESFULL"):
-            shard.submit("c:s0", lanes_max=2)
-        assert shard.all_keys() == before
-        shard.submit("a:s1", lanes_max=2)  # no new lane, but another line of one
-        shard.submit("c:s0", lanes_max=0)  # one that is never refused
-
-    def test_a_lane_counts_once_and_only_while_it_waits(self, shard: ShardBench) -> None:
-        shard.submit("a:s0", lanes_max=2)
-        shard.submit("a:s1", lanes_max=2)
-        shard.submit("b:s0", lanes_max=2)
-        shard.take(PLENTY)
-        shard.submit("c:s0", lanes_max=1)
-
-    def test_a_task_is_written_with_its_entry(self, shard: ShardBench) -> None:
-        first, second = shard.submit("a:t0", 2, tasks=["t1", "t2"], owner="ann")
-        for number, (task, entry_id) in enumerate((("t1", first), ("t2", second)), 1):
-            found: Any = shard.client.hgetall(shard.shard.task(task))
-            assert found == {
-                b"s": b"P",
-                b"o": b"ann",
-                b"t": str(START_MS).encode(),
-                b"f": b"a:t0",
-                b"e": entry_id.encode(),
-                b"b": b"%d input_bytes:%d" % (TASK_BYTES + len(task_value(task, "ann", b"0")), PART_END_MS),
-                b"n": b"%d" % number,
-            }
-
-    def test_the_letter_of_a_task_has_its_input(self, shard: ShardBench) -> None:
-        shard.submit("a:t0", [b"the input"], tasks=["t1"], owner="ann")
-        assert shard.client.hget(shard.shard.task("t1"), "o") == b"ann"
-        (entry,) = shard.take(PLENTY)
-        assert shard.finish(entry, "t1", b"problem", letter=b"LETTER", letters_max=9, bytes_max=10**6) == (True, 0)
-        assert shard.client.hvals(shard.shard.letter_bodies) == [b"LETTERthe input"]
-
-    def test_tasks_without_room_are_not_written(self, shard: ShardBench) -> None:
-        assert len(shard.submit("a:t0", 2, tasks=["t1", "t2"], held_max=1)) == 1
-        assert shard.client.exists(shard.shard.task("t1"), shard.shard.task("t2")) == 1
-
-    def test_a_dead_letter_becomes_a_task_once(self, shard: ShardBench) -> None:
-        shard.client.zadd(shard.shard.letters, {"16": 16, "32": 32})
-        shard.client.hset(shard.shard.letter_bodies, mapping={"16": "body", "32": "body"})
-        shard.submit("a:t0", tasks=["t1"], letter="16")
-        assert shard.client.zrange(shard.shard.letters, 0, -1) == [b"32"]
-        assert shard.client.hkeys(shard.shard.letter_bodies) == [b"32"]
-        with pytest.raises(redis.ResponseError, match=r"^NOLETTER"):
-            shard.submit("a:t0", tasks=["t2"], letter="16")
-        assert shard.counts() == shard.true_counts() == {"held": 1, "unread": 1}
-        assert not shard.client.exists(shard.shard.task("t2"))
 
     def test_the_bell_rings_only_where_nothing_waited(self, shard: ShardBench) -> None:
         with shard.client.pubsub() as pubsub:  # type: ignore[no-untyped-call]
@@ -165,35 +97,6 @@ class TestSubmit:
 
 class TestStanding:
     """Where a task stands, without a look at those before it."""
-
-    def test_in_its_own_stream_it_is_exact(self, shard: ShardBench) -> None:
-        names = [f"t{number}" for number in range(5)]
-        shard.submit("a:t0", 3, tasks=names[:3])
-        shard.submit("a:t0", 2, tasks=names[3:])
-        assert [shard.queue_stats(name) for name in names] == [("m", number) for number in range(5)]
-        shard.take(Budget(1, 2))
-        assert [shard.queue_stats(name) for name in names] == [("m", ahead) for ahead in (-1, -1, 0, 1, 2)]
-        shard.forget("t3")
-        assert shard.queue_stats("t3") is None
-        assert shard.queue_stats("t4") == ("m", 1)
-        (entry,) = shard.take(Budget(1, 1))
-        assert shard.finish(entry, "t2", b"result")[0]
-        assert (shard.queue_stats("t2"), shard.queue_stats("t4")) == (None, ("m", 0))
-        assert shard.queue_stats("nobody") is None
-
-    def test_who_is_removed_moves_up_those_behind_it_only(self, shard: ShardBench) -> None:
-        names = [f"t{number}" for number in range(8)]
-        shard.submit("a:t0", 8, tasks=names)
-        shard.take(Budget(1, 2))
-        for name in ("t7", "t6", "t4"):
-            shard.forget(name)
-        assert [shard.queue_stats(name) for name in ("t0", "t2", "t3", "t5")] == [
-            ("m", ahead) for ahead in (-1, 0, 1, 2)
-        ]
-        shard.take(Budget(1, 1))
-        assert [shard.queue_stats(name) for name in ("t2", "t3", "t5")] == [("m", ahead) for ahead in (-1, 0, 1)]
-        shard.submit("a:t0", tasks=["t8"])
-        assert shard.queue_stats("t8") == ("m", 2)
 
     def test_nor_does_one_whose_time_is_over(self, shard: ShardBench) -> None:
         shard.submit("a:t0", 3, tasks=["t0", "t1", "t2"])
@@ -264,14 +167,6 @@ class TestTake:
         assert shard.take(PLENTY) == []
         assert shard.counts() == shard.true_counts()
 
-    def test_a_batch_is_of_one_lane(self, shard: ShardBench) -> None:
-        for field in ("a:s0", "b:s0", "c:s0"):
-            shard.submit(field, 3)
-            shard.now = (shard.now or 0) + 1
-        # Two slots: two lanes, though four of the others would have fitted by number.
-        assert fields_of(shard.take(Budget(batches=2, largest=4))) == ["a:s0"] * 3 + ["b:s0"] * 3
-        assert fields_of(shard.take(Budget(batches=2, largest=4))) == ["c:s0"] * 3
-
     def test_room_in_a_begun_batch_is_for_its_own_lane(self, shard: ShardBench) -> None:
         shard.submit("a:s0", 3)
         shard.submit("b:s0", 3)
@@ -284,25 +179,6 @@ class TestTake:
         shard.submit("c:s0", 9, model="o")
         taken = shard.take({"m": Budget(1, 2), "n": Budget(2, 3), "p": Budget(5, 5)})
         assert sorted(fields_of(taken)) == ["a:s0"] * 2 + ["b:s0"] * 6
-
-    def test_tiers_by_virtual_deadline(self, shard: ShardBench) -> None:
-        """Those who pay go first, and those who do not are not forgotten."""
-        places = {}
-        for field, at in (("a:s2", 0), ("a:s1", 300), ("a:s0", 400), ("a:s0", 460), ("a:s1", 345), ("a:s2", 10)):
-            shard.now = START_MS + at
-            (entry_id,) = shard.submit(field)
-            places[field, entry_id] = at + {"s0": 50, "s1": 150, "s2": 500}[field[2:]]
-        order = []
-        while taken := shard.take(Budget(batches=1, largest=1)):
-            order += [places[entry.field, entry.id] for entry in taken]
-        assert order == [450, 450, 495, 500, 510, 510]
-
-    def test_one_batch_holds_the_best_of_all_tiers(self, shard: ShardBench) -> None:
-        for field, at, number in (("a:s2", 0, 2), ("a:s1", 400, 3), ("a:s0", 449, 3)):
-            shard.now = START_MS + at
-            shard.submit(field, number)
-        # Places: 500 (s2), 550 (s1), 499 (s0).
-        assert sorted(fields_of(shard.take(Budget(1, 6)))) == ["a:s0"] * 3 + ["a:s1"] + ["a:s2"] * 2
 
     def test_what_exceeds_a_share_stands_later_inside_its_tier_alone(self, shard: ShardBench) -> None:
         offsets = {"s0": 50, "o0": 50, "s1": 150, "o1": 150}
@@ -334,26 +210,6 @@ class TestTake:
         order = [fields_of(shard.take(one))[0] for _ in range(4)]
         assert order == ["a:s0", "a:s1", "a:t0", "a:t1"]
 
-    def test_the_lane_with_the_best_entry_goes_first(self, shard: ShardBench) -> None:
-        shard.submit("a:s2", 2)
-        shard.now = START_MS + 449
-        shard.submit("b:s0", 2)
-        shard.now = START_MS + 451
-        shard.submit("c:s0", 2)
-        assert fields_of(shard.take(Budget(3, 2))) == ["b:s0"] * 2 + ["a:s2"] * 2 + ["c:s0"] * 2
-
-    def test_after_each_batch_the_lanes_are_compared_again(self, shard: ShardBench) -> None:
-        for field, at in (("a:s0", 0), ("b:s0", 5), ("a:s0", 10), ("a:s0", 15), ("b:s0", 20)):
-            shard.now = START_MS + at
-            shard.submit(field)
-        assert "".join(field[0] for field in fields_of(shard.take(Budget(4, 1)))) == "abaa"
-
-    def test_cancelled_ones_are_passed_over(self, shard: ShardBench) -> None:
-        ids = shard.submit("a:s0", 6)
-        shard.submit("a:s1", 1)
-        assert shard.cancel(("a:s0", ids[0]), ("a:s0", ids[2])) == [1, 1]
-        assert ids_of(shard.take(Budget(1, 3))) == [ids[1], ids[3], ids[4]]
-
     def test_streams_left_by_parameters_that_never_come_back_are_dropped(self, shard: ShardBench) -> None:
         for number in range(100):
             shard.submit(f"{number:x}:s0")
@@ -368,72 +224,6 @@ class TestTake:
 
 
 class TestClaim:
-    def test_only_when_the_lease_is_over(self, shard: ShardBench) -> None:
-        shard.submit("a:s0", 4)
-        taken = shard.take(PLENTY)
-        assert shard.claim(PLENTY) == []
-        shard.let_lapse(*taken[:2])
-        assert ids_of(shard.claim(PLENTY)) == ids_of(taken[:2])
-        assert shard.claim(PLENTY, consumer="b3") == []  # the new owner's leases are fresh
-        owners = [owner for owner, _, _ in shard.leases("a:s0").values()]
-        assert owners == ["b2", "b2", "b1", "b1"]
-
-    def test_a_lease_ends_by_itself(self, shard: ShardBench) -> None:
-        shard.submit("a:s0")
-        began = time.monotonic()
-        shard.take(PLENTY)
-        assert eventually(lambda: shard.claim(PLENTY, lease_ms=50))
-        assert time.monotonic() - began >= 0.045
-
-    def test_deliveries_are_counted(self, shard: ShardBench) -> None:
-        shard.submit("a:s0", 2)
-        (first, second) = shard.take(PLENTY)
-        for expected in (2, 3, 4):
-            shard.let_lapse(first)
-            (claimed,) = shard.claim(PLENTY, consumer=f"b{expected}")
-            assert claimed == Entry("a:s0", first.id, first.value, expected)
-        shard.let_lapse(first, second)
-        assert [entry.deliveries for entry in shard.claim(PLENTY)] == [5, 2]
-
-    def test_nothing_new_is_taken(self, shard: ShardBench) -> None:
-        shard.submit("a:s0", 4)
-        assert shard.claim(PLENTY) == []
-        assert shard.counts() == {"held": 4, "unread": 4}
-
-    def test_no_more_than_the_free_slots_can_use(self, shard: ShardBench) -> None:
-        shard.submit("a:s0", 20)
-        shard.submit("b:s0", 20, model="other")
-        taken = shard.take({"m": PLENTY, "other": PLENTY})
-        shard.let_lapse(*taken)
-        mine = [entry.id for entry in taken if entry.field == "a:s0"]
-        assert shard.claim(Budget(batches=0)) == []
-        assert ids_of(shard.claim(Budget(batches=2, largest=4))) == mine[:8]
-        assert ids_of(shard.claim(PLENTY)) == mine[8:]
-
-    def test_suspects_come_with_fewer_of_their_like_each_time(self, shard: ShardBench) -> None:
-        shard.submit("a:s0", 70)
-        shard.submit("b:s0", 5)
-        taken = shard.take(PLENTY)
-        sizes = []
-        for deaths in range(1, 7):
-            shard.let_lapse(*taken, deliveries=deaths)
-            claimed = shard.claim(Budget(batches=4, largest=64), deliveries_max=6)
-            sizes.append((len(claimed), {entry.deliveries for entry in claimed}))
-        # The first time they are not suspects; then 16, 4, 1, 1 of one lane; then they only need an answer.
-        assert sizes == [(75, {2}), (16, {3}), (4, {4}), (1, {5}), (1, {6}), (16, {7})]
-
-    def test_whoever_has_to_be_alone_is_so_beside_other_models(self, shard: ShardBench) -> None:
-        shard.submit("a:s0")
-        shard.submit("b:s0", model="other")
-        first, alone = shard.take({"m": PLENTY, "other": PLENTY})
-        shard.let_lapse(first, deliveries=2)
-        shard.let_lapse(alone, deliveries=4)
-        for models in (("m", "other"), ("other", "m")):
-            of_models = [part for model in models for part in (model, 4, 64, 2, 0, 0)]
-            _, _, _, *streams = shard.run(CLAIM, "b2", shard.now or "", LEASE_MS, 6, 64, *of_models)
-            assert streams[::3] == [b"a:s0"]  # it was there first
-            shard.let_lapse(first, deliveries=2)
-
     def test_suspects_stay_while_they_may_not_come(self, shard: ShardBench) -> None:
         shard.submit("a:s0", 3)
         old, *others = shard.take(PLENTY)
@@ -461,12 +251,6 @@ class TestClaim:
         assert left(PLENTY, 0) == (2, False, True)
         assert left(PLENTY, 2) == (1, False, False)
 
-    def test_lines_of_a_lane_share_a_batch(self, shard: ShardBench) -> None:
-        for field in ("a:s0", "a:s1", "b:s0"):
-            shard.submit(field, 3)
-        shard.let_lapse(*shard.take(PLENTY))
-        assert fields_of(shard.claim(Budget(batches=1, largest=5))) == ["a:s0"] * 3 + ["a:s1"] * 2
-
     def test_dead_ones_are_found_behind_many_that_live(self, shard: ShardBench) -> None:
         shard.submit("a:s0", 500)
         taken = shard.take(PLENTY)
@@ -481,12 +265,6 @@ class TestClaim:
         order = [fields_of(shard.claim(Budget(batches=1)))[0] for _ in range(3)]
         assert order == ["b:s1", "c:s2", "a:s0"]
 
-    def test_counts_stay(self, shard: ShardBench) -> None:
-        shard.submit("a:s0", 4)
-        shard.let_lapse(*shard.take(Budget(1, 3)))
-        shard.claim(PLENTY)
-        assert shard.counts() == shard.true_counts() == {"held": 4, "unread": 1}
-
     def test_dead_ones_are_found_behind_many_lanes_that_live(self, shard: ShardBench) -> None:
         for number in range(300):
             shard.submit(f"{number:x}:s0")
@@ -498,43 +276,6 @@ class TestClaim:
 
 
 class TestLeases:
-    def test_renewing_keeps_the_lease_and_the_count(self, shard: ShardBench) -> None:
-        shard.submit("a:s0", 2)
-        taken = shard.take(PLENTY)
-        shard.let_lapse(*taken)
-        assert shard.renew(*taken) == []
-        assert [idle < LEASE_MS for _, idle, _ in shard.leases("a:s0").values()] == [True, True]
-        assert [deliveries for _, _, deliveries in shard.leases("a:s0").values()] == [1, 1]
-        assert shard.claim(PLENTY) == []
-
-    def test_renewing_takes_nothing_back(self, shard: ShardBench) -> None:
-        shard.submit("a:s0", 4)
-        shard.submit("b:s0")
-        taken = shard.take(PLENTY)
-        claimed, finished, lost, *kept = taken
-        shard.let_lapse(claimed)
-        shard.claim(PLENTY)
-        shard.done(finished)
-        shard.client.xdel(shard.stream(lost.field), lost.id)
-        gone = [(entry.field, entry.id) for entry in (claimed, finished, lost)]
-        never_there = Entry("ff:s0", "1-1", b"")
-        assert shard.renew(*taken, never_there) == [*gone, ("ff:s0", "1-1")]
-        assert shard.leases("a:s0")[claimed.id][0] == "b2"
-        assert len(kept) == 2
-
-    def test_released_ones_can_be_claimed_at_once_and_were_not_delivered(self, shard: ShardBench) -> None:
-        shard.submit("a:s0", 2)
-        taken = shard.take(PLENTY)
-        shard.release(*taken)
-        first = shard.claim(PLENTY)
-        assert first == taken
-        shard.let_lapse(*first)
-        second = shard.claim(PLENTY, consumer="b3")
-        assert [entry.deliveries for entry in second] == [2, 2]
-        shard.release(*second, consumer="b3")
-        assert [entry.deliveries for entry in shard.claim(PLENTY)] == [2, 2]
-        assert shard.counts() == shard.true_counts() == {"held": 2, "unread": 0}
-
     def test_what_is_given_back_carries_its_history_along(self, shard: ShardBench) -> None:
         shard.submit("a:s0", 2)
         first, second = shard.take(PLENTY)
@@ -601,15 +342,6 @@ class TestLeases:
             message = heard.get_sharded_message(timeout=5)
         assert message is not None
         assert message["data"] == b"back"
-
-    def test_releasing_what_another_has_changes_nothing(self, shard: ShardBench) -> None:
-        shard.submit("a:s0")
-        taken = shard.take(PLENTY)
-        shard.let_lapse(*taken)
-        shard.claim(PLENTY)
-        shard.release(*taken, Entry("ff:s0", "1-1", b""))
-        assert shard.claim(PLENTY, consumer="b3") == []
-        assert shard.leases("a:s0")[taken[0].id][::2] == ("b2", 2)
 
 
 class TestEnds:
@@ -868,42 +600,8 @@ class TestSweep:
         assert shard.consumers("a:s0") == {"dead"}
         assert len(shard.leases("a:s0")) == 1
 
-    def test_old_dead_letters_go(self, shard: ShardBench) -> None:
-        for age_ms in (0, 999, 1001, 5000):
-            letter = (START_MS - age_ms) * 16
-            shard.client.zadd(shard.shard.letters, {str(letter): letter})
-            shard.client.hset(shard.shard.letter_bodies, str(letter), "body")
-        shard.sweep(letters_kept_ms=1000)
-        assert shard.client.zcard(shard.shard.letters) == shard.client.hlen(shard.shard.letter_bodies) == 2
-
 
 class TestBytes:
-    def test_inputs_of_tasks_are_bounded_until_they_have_results(self, shard: ShardBench) -> None:
-        bound: dict[str, Any] = {"input_bytes_max": 2 * (1000 + TASK_BYTES)}
-        values = [b"x" * 900] * 3
-        assert len(shard.submit("a:t0", values, tasks=["t1", "t2", "t3"], **bound)) == 2
-        before = shard.all_keys()
-        with pytest.raises(redis.ResponseError, match=r"^QUEUEFULL"):
-            shard.submit("a:t0", values[:1], tasks=["t3"], **bound)
-        assert shard.all_keys() == before
-        first, _ = shard.take(PLENTY)
-        assert shard.finish(first, "t1", b"result") == (True, 0)
-        assert shard.counted_bytes() == shard.true_bytes()
-        assert len(shard.submit("a:t0", values[:1], tasks=["t3"], **bound)) == 1
-
-    def test_results_count_until_they_are_forgotten(self, shard: ShardBench) -> None:
-        bound: dict[str, Any] = {"stored_bytes_max": 2000}
-        shard.submit("a:t0", [b"x"], tasks=["t1"], **bound)
-        (entry,) = shard.take(PLENTY)
-        shard.finish(entry, "t1", b"r" * 1500)
-        with pytest.raises(redis.ResponseError, match=r"^STOREFULL"):
-            shard.submit("a:t0", [b"x"], tasks=["t2"], **bound)
-        assert shard.forget("t1")
-        assert shard.counted_bytes() == {"input_bytes": 0, "result_bytes": 0, "letter_bytes": 0}
-        shard.submit("a:t0", [b"x"], tasks=["t2"], **bound)
-        assert shard.forget("t2")
-        assert shard.counted_bytes() == {"input_bytes": 0, "result_bytes": 0, "letter_bytes": 0}
-
     def test_what_a_client_calls_itself_counts_as_long_as_it_is_kept(self, shard: ShardBench) -> None:
         """Tiny tasks with long names took many times the memory that was counted."""
         bound: dict[str, Any] = {"stored_bytes_max": 5000, "client": "\N{GRINNING FACE}" * 256}
@@ -962,7 +660,7 @@ class TestBytes:
     def test_who_reads_and_deletes_again_and_again_leaves_nothing_behind(self, shard: ShardBench) -> None:
         self.finished(shard, "kept")
         shard.was_read("kept")
-        for number in range(2000):
+        for number in range(700):
             self.finished(shard, f"t{number}", f"u{number}")
             shard.was_read(f"t{number}", f"u{number}")
             assert shard.forget(f"t{number}") and shard.forget(f"u{number}")
@@ -1029,11 +727,6 @@ class TestBytes:
                 "letter_bytes": 0,
             }
         )
-
-    def test_the_oldest_letters_go_until_bytes_fit(self, shard: ShardBench) -> None:
-        dropped = [shard.bury(size, bytes_max=1000) for size in (400, 300, 200, 100, 900, 1001)]
-        assert dropped == [0, 0, 0, 0, 3, 1]
-        assert [size for _, size in shard.letters()] == [100, 900]
 
     def test_letters_do_not_grow_while_memory_is_short(self, shard: ShardBench) -> None:
         assert shard.bury(10, is_memory_short=1) == 1
@@ -1110,28 +803,4 @@ async def test_without_memory_nothing_comes_in_and_everything_gets_out(tmp_path:
         assert shard.client.zcard(shard.shard.letters) == 0
         shard.client.config_set("maxmemory", 0)
         shard.submit("b:s0", 1)
-        shard.close()
-
-
-async def test_a_shard_of_a_cluster(redis_cluster: RedisCluster) -> None:
-    """The streams are not declared as keys, and the bell is a sharded channel: both lie in the shard's slot."""
-    for number in (0, 7, 15):
-        node = await redis_cluster.primary_of(Keys().shards[number].slot)
-        shard = ShardBench(node.port, shard=number)
-        with shard.client.pubsub() as pubsub:  # type: ignore[no-untyped-call]
-            pubsub.ssubscribe(shard.shard.wakeup)
-            assert pubsub.get_message(timeout=PATIENCE_S)["type"] == "ssubscribe"
-            ids = shard.submit("a:s0", 3)
-            shard.submit("b:t1", 2, tasks=["t1", "t2"], lanes_max=5)
-            assert pubsub.get_message(timeout=PATIENCE_S)["data"] == b"3 %d a:s0 m" % (START_MS + 50)
-        assert shard.cancel(("a:s0", ids[0])) == [1]
-        assert len(shard.peek()) == 2
-        taken = shard.take(PLENTY)
-        assert len(taken) == 4
-        assert shard.renew(*taken) == []
-        shard.release(*taken)
-        claimed = shard.claim(PLENTY)
-        assert sorted(ids_of(claimed)) == sorted(ids_of(taken))
-        assert shard.done(*claimed[:3]) == 3
-        assert shard.sweep() == (1, 0)
         shard.close()

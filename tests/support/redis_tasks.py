@@ -12,8 +12,7 @@ from carpool.broker.redis.batcher.leases import EntryLease, LeasedEntries
 from carpool.broker.redis.batcher.replies import ReplyWriter
 from carpool.broker.redis.client.nodes import Nodes
 from carpool.broker.redis.dead_letters.bounds import LetterBounds
-from carpool.broker.redis.formats import EntryRecord, Header, Reply, decode_header, decode_value
-from carpool.broker.redis.gateway.replies import ReplyReader
+from carpool.broker.redis.formats import EntryRecord, Header, decode_header, decode_value
 from carpool.broker.redis.gateway.task_intake import TaskIntake
 from carpool.broker.redis.gateway.task_removals import TaskRemovals
 from carpool.broker.redis.gateway.tasks import RedisTasks
@@ -72,7 +71,6 @@ class Office:
         self.buried: list[str] = []
         self.replies = self.writer()
         self._gateways: list[RedisTasks] = []
-        self._readers: list[ReplyReader] = []
 
     def writer(self, **options: Any) -> ReplyWriter:
         """What gives tasks their results, as at a batcher."""
@@ -81,23 +79,10 @@ class Office:
         return ReplyWriter(steps, b"b1", buried=self.buried.append, **given)
 
     def gateway(self, name: bytes = b"g1", **options: Any) -> RedisTasks:
-        """A gateway that is not told of finished tasks."""
+        """A gateway that is not told of finished tasks: it looks by itself."""
         steps = RedisOps(self.nodes, self.keys, options.pop("now_ms", lambda: b""))
         tasks = task_board(steps, name, **options)
         self._gateways.append(tasks)
-        return tasks
-
-    async def told_gateway(self, name: bytes, **options: Any) -> RedisTasks:
-        """A gateway that reads its stream of replies."""
-        tasks = self.gateway(name, **options)
-
-        def came(reply: Reply) -> None:
-            for task_id in reply.finished:
-                tasks.finished(task_id)
-
-        reader = ReplyReader(self.nodes, self.keys, name, came=came, changed=lambda: None)
-        self._readers.append(reader)
-        await until(lambda: reader.is_up)
         return tasks
 
     def request(self, value: bytes = b'"x"', **options: Any) -> Request:
@@ -164,8 +149,6 @@ class Office:
         """Stop everything."""
         for tasks in self._gateways:
             tasks.close()
-        for reader in self._readers:
-            reader.close()
         for shard in self.keys.shards:
             if self.nodes.is_up(shard.slot):
                 await self._clear(shard)

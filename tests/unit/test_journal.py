@@ -7,7 +7,6 @@ import shutil
 import sqlite3
 import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,9 +18,7 @@ from carpool.broker import journal as journal_module
 from carpool.broker import journal_store, journal_writer
 from carpool.broker.journal import Journal
 from carpool.broker.journal_records import DeadLetter, JournalUnusable, TaskRecord, TaskResult
-from carpool.core.dead_letter import DeadLetterSummary, StoredDeadLetter
 from carpool.core.errors import JournalFailed, NotFound, QueueFull
-from carpool.core.task import StoredTask
 from support.processes import PATIENCE_S, until
 from support.tasks import open_journal
 
@@ -134,24 +131,6 @@ def commits(journal: Journal) -> int:
 # A task's life.
 
 
-async def test_task_is_pending_then_has_its_result(opener: Opener) -> None:
-    journal = opener()
-    assert await ask(journal.append, task("a")) is None
-    assert await ask(journal.read, "a") == StoredTask("a", "owner", "PENDING", None, None, 1.7e9, 1.7e9)
-    assert counts(journal) == (1, 0, 0, 6)
-    assert await ask(journal.finish, "a", success()) is True
-    assert await ask(journal.read, "a") == StoredTask("a", "owner", "SUCCESS", b'"out"', None, 1.7e9 + 1, 1.7e9)
-    assert counts(journal) == (0, 1, 0, 5)
-
-
-async def test_unknown_tasks(opener: Opener) -> None:
-    journal = opener()
-    assert await ask(journal.read, "nobody") is None
-    assert await ask(journal.delete, "nobody") is False
-    assert await ask(journal.finish, "nobody", success()) is False
-    assert counts(journal) == (0, 0, 0, 0)
-
-
 async def test_first_result_wins(opener: Opener) -> None:
     journal = opener()
     await ask(journal.append, task("a"))
@@ -160,19 +139,6 @@ async def test_first_result_wins(opener: Opener) -> None:
     assert await ask(journal.finish, "a", FAILURE) is False
     assert (await ask(journal.read, "a")).output == b"0"
     assert counts(journal) == (0, 1, 0, 1)
-
-
-async def test_delete_in_any_state_and_a_late_result_is_discarded(opener: Opener) -> None:
-    journal = opener()
-    await ask(journal.append, task("pending"))
-    await ask(journal.append, task("finished"))
-    await ask(journal.finish, "finished", FAILURE)
-    assert await ask(journal.delete, "pending") is True
-    assert await ask(journal.delete, "finished") is True
-    assert await ask(journal.delete, "finished") is False
-    assert await ask(journal.finish, "pending", success()) is False
-    assert await ask(journal.read, "pending") is None
-    assert counts(journal) == (0, 0, 0, 0)
 
 
 async def test_only_a_dead_letter_keeps_the_input(opener: Opener) -> None:
@@ -188,16 +154,6 @@ async def test_only_a_dead_letter_keeps_the_input(opener: Opener) -> None:
     dead = rows(opener.path, "SELECT id, cause, detail, sends, parameters, input FROM dead_letters")
     assert dead == [("bad", "upstream-failed", "given up", 3, b"{}", b'"two"')]
     assert counts(journal) == (0, 2, 1, 5 + len(FAILURE.error or b""))
-
-
-async def test_no_second_dead_letter_for_a_result_that_lost(opener: Opener) -> None:
-    journal = opener()
-    await ask(journal.append, task("a"))
-    await ask(journal.finish, "a", success())
-    answer = asyncio.get_running_loop().create_future()
-    journal.finish("a", FAILURE, answer.set_result, POISON)
-    assert await answer is False
-    assert journal.counts.dead_letters == 0
 
 
 async def test_pending_tasks_come_back_whole_and_in_order(opener: Opener) -> None:
@@ -319,20 +275,6 @@ async def test_what_a_client_calls_itself_counts_as_long_as_it_is_kept(opener: O
     assert journal.stored_bytes == 414
 
 
-async def test_stored_bytes_are_bounded(opener: Opener) -> None:
-    journal = opener(stored_bytes_max=1000)
-    answers = [asking(journal.append, task(str(n), b"x" * 298)) for n in range(4)]
-    results = [await answer for answer in answers]
-    assert results[:3] == [None] * 3
-    assert isinstance(results[3], QueueFull)
-    assert results[3].retry_after_s
-    assert isinstance(await ask(journal.append, task("x", b"x" * 298)), QueueFull)
-    await ask(journal.finish, "0", success())
-    assert await ask(journal.append, task("x", b"x" * 200)) is None
-    await journal.close()
-    assert isinstance(await ask(opener(stored_bytes_max=1000).append, task("y", b"x" * 298)), QueueFull)
-
-
 async def test_queue_is_bounded_but_results_always_enter(opener: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
     journal = opener()
     await ask(journal.append, task("a"))
@@ -361,45 +303,6 @@ async def buried(journal: Journal, *names: str, payload: bytes = b'"in"', cause:
 
 async def letter_ids(journal: Journal, after: int = 0, limit: int = 1000, cause: str | None = None) -> list[int]:
     return [letter.id for letter in await ask(journal.list_letters, after, limit, cause)]
-
-
-async def test_a_buried_request_is_listed_without_and_shown_with_its_input(opener: Opener) -> None:
-    journal = opener()
-    before = time.time()
-    await buried(journal, "a", payload=b'"secret"')
-    (summary,) = await ask(journal.list_letters, 0, 10, None)
-    assert before <= summary.buried_wall <= time.time()
-    assert summary == DeadLetterSummary(1, "a", "model", "input-refused", "why", 2, summary.buried_wall, 10)
-    assert await ask(journal.read_letter, 1) == StoredDeadLetter(summary, "owner", 1, b"{}", b'"secret"')
-    assert await ask(journal.read_letter, 2) is None
-    assert counts(journal) == (0, 0, 1, 0)
-    assert journal.counts.dead_letter_bytes == 10
-    await journal.close()
-    again = opener()
-    assert (again.counts.dead_letters, again.counts.dead_letter_bytes, again.stored_bytes) == (1, 10, 0)
-    assert await ask(again.read_letter, 1) == StoredDeadLetter(summary, "owner", 1, b"{}", b'"secret"')
-
-
-async def test_letters_are_listed_in_pages_and_by_cause(opener: Opener) -> None:
-    journal = opener()
-    await buried(journal, "a", "b", "same", "same")
-    await buried(journal, "c", cause="upstream-failed")
-    assert await letter_ids(journal) == [1, 2, 3, 4, 5]
-    assert await letter_ids(journal, limit=2) == [1, 2]
-    assert await letter_ids(journal, after=2, limit=2) == [3, 4]
-    assert await letter_ids(journal, cause="upstream-failed") == [5]
-    assert await letter_ids(journal, after=5) == []
-
-
-async def test_letters_are_dropped_one_by_one_or_all(opener: Opener) -> None:
-    journal = opener()
-    await buried(journal, "a", "b", "c")
-    assert await ask(journal.drop_letters, 2) == 1
-    assert await ask(journal.drop_letters, 2) == 0
-    assert await letter_ids(journal) == [1, 3]
-    assert await ask(journal.drop_letters, None) == 2
-    assert (journal.counts.dead_letters, journal.counts.dead_letter_bytes) == (0, 0)
-    assert rows(opener.path, "SELECT count(*) FROM dead_letters") == [(0,)]
 
 
 async def test_the_number_of_a_letter_is_never_used_again(opener: Opener) -> None:
@@ -493,18 +396,6 @@ async def test_letters_on_their_way_are_bounded_and_block_no_task(
     assert await letter_ids(journal) == [1, 2, 3, 4]
 
 
-async def test_expired_letters_are_not_there(opener: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(journal_writer, "TICK_S", 3600.0)
-    monkeypatch.setattr(journal_writer, "SLOW_TICK_S", 3600.0)
-    journal = opener()
-    await buried(journal, "a")
-    opener.clock.now += 6001.0
-    assert await letter_ids(journal) == []
-    assert await ask(journal.read_letter, 1) is None
-    assert await ask(journal.drop_letters, 1) == 0
-    assert isinstance(await ask(lambda t, done: journal.append(t, done, 1), task("r")), NotFound)
-
-
 async def test_every_cause_is_counted_from_the_start(opener: Opener) -> None:
     journal = opener()
     assert set(journal.buried.values()) == {0}
@@ -571,25 +462,6 @@ async def test_uptime_is_saved_while_something_is_stored_and_the_disk_left_alone
     before = commits(journal)
     await asyncio.sleep(0.1)
     assert commits(journal) == before
-
-
-async def test_expired_result_is_not_returned_even_before_it_is_purged(
-    opener: Opener, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(journal_writer, "TICK_S", 3600.0)
-    journal = opener()
-    for name in ("a", "b", "pending"):
-        await ask(journal.append, task(name))
-    await ask(journal.finish, "a", success())
-    await ask(journal.finish, "b", success())
-    opener.clock.now += 599.0
-    assert (await ask(journal.read, "a")).status == "SUCCESS"
-    opener.clock.now += 2.0
-    assert await ask(journal.read, "a") is None
-    assert await ask(journal.read, "b") is None
-    assert await ask(journal.delete, "b") is False
-    assert (await ask(journal.read, "pending")).status == "PENDING"
-    assert journal.counts.results == 2  # still there, but for nobody
 
 
 async def test_expired_rows_are_purged_in_chunks_and_dead_letters_later(
@@ -870,17 +742,6 @@ async def test_nearly_full_the_oldest_results_that_were_read_go(opener: Opener) 
     assert isinstance(await ask(journal.append, task("k", b"x" * 300)), QueueFull)  # nothing else is read
 
 
-async def test_a_result_lets_those_go_that_were_read(opener: Opener) -> None:
-    """Full of what somebody had read, it took no task, and no task came in that would have made room."""
-    journal = opener(stored_bytes_max=1000)
-    await finished(journal, "a", size=500)
-    journal.was_read("a")
-    assert await ask(journal.append, task("b")) is None  # with it the writer hears of that
-    assert await ask(journal.finish, "b", success(b"r" * 500)) is True
-    assert await kept(journal, "a", "b") == [False, True]
-    assert await ask(journal.append, task("c", b"x" * 198)) is None
-
-
 async def test_results_that_were_read_are_kept_while_there_is_room(opener: Opener) -> None:
     journal = opener(stored_bytes_max=1000)
     await finished(journal, *"abc")
@@ -897,15 +758,6 @@ async def test_results_that_were_read_are_kept_while_there_is_room(opener: Opene
     assert (journal.counts.read_bytes, journal.stored_bytes) == (0, 100)
 
 
-async def test_what_was_read_when_all_is_full_makes_room_at_once(opener: Opener) -> None:
-    journal = opener(stored_bytes_max=1000)
-    await finished(journal, "a", size=900)
-    assert isinstance(await ask(journal.append, task("b", b"x" * 198)), QueueFull)
-    journal.was_read("a")
-    await until(lambda: journal.stored_bytes == 0)
-    assert await ask(journal.append, task("b", b"x" * 198)) is None
-
-
 async def test_tasks_without_a_result_never_go(opener: Opener) -> None:
     journal = opener(stored_bytes_max=1000)
     assert await ask(journal.append, task("a", b"x" * 898)) is None
@@ -913,3 +765,34 @@ async def test_tasks_without_a_result_never_go(opener: Opener) -> None:
     assert await ask(journal.append, task("b")) is None
     assert await kept(journal, "a", "b") == [True, True]
     assert journal.counts.read_bytes == 0
+
+
+async def test_expired_letters_are_not_there(opener: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal_writer, "TICK_S", 3600.0)
+    monkeypatch.setattr(journal_writer, "SLOW_TICK_S", 3600.0)
+    journal = opener()
+    await buried(journal, "a")
+    opener.clock.now += 6001.0
+    assert await letter_ids(journal) == []
+    assert await ask(journal.read_letter, 1) is None
+    assert await ask(journal.drop_letters, 1) == 0
+    assert isinstance(await ask(lambda t, done: journal.append(t, done, 1), task("r")), NotFound)
+
+
+async def test_expired_result_is_not_returned_even_before_it_is_purged(
+    opener: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal_writer, "TICK_S", 3600.0)
+    journal = opener()
+    for name in ("a", "b", "pending"):
+        await ask(journal.append, task(name))
+    await ask(journal.finish, "a", success())
+    await ask(journal.finish, "b", success())
+    opener.clock.now += 599.0
+    assert (await ask(journal.read, "a")).status == "SUCCESS"
+    opener.clock.now += 2.0
+    assert await ask(journal.read, "a") is None
+    assert await ask(journal.read, "b") is None
+    assert await ask(journal.delete, "b") is False
+    assert (await ask(journal.read, "pending")).status == "PENDING"
+    assert journal.counts.results == 2  # still there, but for nobody

@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from carpool.admission.cache import ENTRY_BYTES, ResultCache, digest_key, digest_key_of_owner, exact_key
-from carpool.core.outcome import CallFacts, Output
 from carpool.core.request import Request
 from carpool.testing import Witness, make_output, make_request
 
@@ -27,24 +26,6 @@ def test_only_what_is_the_same_has_the_same_key(one: Parts, two: Parts) -> None:
     first, second = request_of(*one), request_of(*two)
     for key_of in (exact_key, digest_key, digest_key_of_owner):
         assert (key_of(first) == key_of(second)) == (one == two)
-
-
-def test_an_owner_is_part_of_the_key_where_it_counts() -> None:
-    first, second = request_of(b"", b"", "m", b"1"), request_of(b"", b"", "m", b"1")
-    first.owner = "somebody"
-    assert digest_key(first) == digest_key(second)
-    assert digest_key_of_owner(first) != digest_key_of_owner(second)
-
-
-def test_what_comes_out_is_what_went_in() -> None:
-    cache = ResultCache(bytes_max=10_000, ttl_s=5.0)
-    cache.keep(b"k", Output(memoryview(b"[[1],2]")[1:4], CallFacts(7, 0.2, "v3", endpoint="e"), 12), 1.0)
-    found = cache.find(b"k", 5.9)
-    assert found is not None
-    assert (found.value, found.tokens_used) == (b"[1]", 12)
-    assert (found.call.cached, found.call.model_version, found.call.upstream_s) == (True, "v3", 0.0)
-    assert cache.find(b"k", 6.0) is None
-    assert len(cache) == 0
 
 
 def test_an_old_one_is_kept_for_the_rest_of_its_time() -> None:
