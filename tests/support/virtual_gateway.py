@@ -1,4 +1,4 @@
-"""Everything between the door and the endpoints, with the classes of a gateway, in virtual time."""
+"""The engine around scripted upstreams, in virtual time; or its serving half, as a batcher has it."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -6,12 +6,13 @@ from typing import Any
 
 import msgspec
 
+from carpool.composition.engine import Engine
 from carpool.composition.runtime import Runtime
 from carpool.composition.serving import Serving, make_broker
 from carpool.core.ports import DeadLetters, OtherBatchers
 from carpool.core.request import Request
 from carpool.settings import Settings
-from carpool.settings.schema import BatchingSettings, BrokerSettings, ModelSettings, UpstreamSettings
+from carpool.settings.schema import BatchingSettings, BrokerSettings, ModelSettings, SheddingSettings, UpstreamSettings
 from carpool.testing import (
     FakeClock,
     FakeUpstream,
@@ -38,7 +39,10 @@ def failing(status: int, mark: bytes = b"bad") -> Callable[[UpstreamCall], Upstr
 
 
 class Stand:
-    """The serving half of an engine: a test sends requests to it, and scripts its upstreams."""
+    """An engine that sheds nothing: a test sends requests to it, and scripts its upstreams.
+
+    With `others` it is the half of a batcher that is not alone.
+    """
 
     def __init__(
         self,
@@ -61,11 +65,12 @@ class Stand:
             batching=BatchingSettings(policy="fixed", max_batch=max_batch, max_wait_ms=5.0),
             broker=BrokerSettings(waiting_max=1000, lanes_max=9),
             upstream=UpstreamSettings(endpoints=list(by_name), attempts=attempts, backoff_ms=50.0),
+            shedding=SheddingSettings(mode="off"),
         )
         self.runtime = Runtime(settings, self.clock, random_share, lambda model: lambda address: by_name[address.url])
         self.quarantined, self.events = self.runtime.quarantined, self.runtime.events
         self._dead_letters = dead_letters
-        self._others = {} if others is None else {"m": others}
+        self._others = others
         self._serial = 0
 
     def run(self, main: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -84,12 +89,18 @@ class Stand:
     def start(self) -> None:
         """Begin to serve."""
         runtime = self.runtime
-        self.broker = make_broker(runtime)
-        models = runtime.models.values()
-        serving = Serving(runtime, self.broker, self._dead_letters, models, others=self._others)
+        if self._others is None:
+            engine = Engine(runtime, dead_letters=self._dead_letters)
+            self.broker, serving, self._admit = engine.broker, engine.serving, engine.admit
+            engine.start()
+        else:
+            self.broker = make_broker(runtime)
+            models, others = runtime.models.values(), {"m": self._others}
+            serving = Serving(runtime, self.broker, self._dead_letters, models, others=others)
+            self._admit = self.broker.submit
+            serving.start()
         (service,) = serving.services
         self.pool, self.dispatcher = service.pool, service.dispatcher
-        serving.start()
 
     def send(
         self, value: bytes, owner: str, is_task: bool = False, timeout_s: float = 4.0, *, is_same: bool = False
@@ -104,7 +115,8 @@ class Stand:
             is_task=is_task,
             total_timeout_s=600.0 if is_task else timeout_s,
         )
-        assert self.broker.submit(request) is None
+        if (refusal := (self.broker.submit if is_task else self._admit)(request)) is not None:
+            self.witness.settled(request, refusal)  # a face answers at once
         return request
 
     async def answer(self, value: bytes, owner: str) -> Any:
