@@ -1,10 +1,10 @@
 """Dead letters in the journal: how they come in, and what a person does with them.
 
-1. A task becomes one together with its result (tasks.py); a synchronous request by `DeadLetterBox.bury`, if such ones
-   are kept.
+1. `Tasks` buries a task together with its result (tasks.py); `DeadLetterBox.bury` buries a synchronous request, if the
+   settings keep its kind of error.
 2. A replay is a new task with an id of its own: the old one has its outcome already. The letter goes in the transaction
    that accepts the task, so it is never lost, and never replayed twice.
-3. `replay_all` ends (replays.py): letters that its own tasks come back as are younger than where it stops.
+3. `replay_all` ends (replays.py): it stops at the last letter there was; its own tasks that fail become newer ones.
 """
 
 import time
@@ -38,7 +38,7 @@ class DeadLetterBox:
 
     def bury(self, request: Request, error: CarpoolError, sends: int) -> None:
         """Keep a request with its error, if such ones are kept and there is room; before it is settled."""
-        if request.is_task or request.phase == DONE:  # a task's result buries it; who has left, left no input
+        if request.is_task or request.phase == DONE:  # a task's result buries it; a settled request has no input
             return
         if not is_kept(self._kept, error):
             return

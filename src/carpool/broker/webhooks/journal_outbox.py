@@ -21,7 +21,7 @@ class JournalOutbox:
         return self._journal.counts.webhooks, self._journal.counts.webhook_bytes
 
     async def claim(self, limit: int, lease_s: float, host_max: int, busy: Mapping[str, int]) -> list[DueWebhook]:
-        """Some that are due, the oldest of each host first: nobody else gets them before the lease is over."""
+        """Some that are due, the oldest of each host first: no other claim gets them before the lease is over."""
         busy = dict(busy)  # another thread reads it
         found: list[DueWebhook] = await self._do(lambda rows, now: rows.claim(limit, lease_s, host_max, busy, now))
         return found

@@ -23,7 +23,7 @@ class Answered(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """And what follows."""
+    """What becomes of the webhook after that."""
 
     what: Literal["delivered", "failed", "given_up"]
     # Until the next attempt.
