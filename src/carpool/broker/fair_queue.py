@@ -82,7 +82,7 @@ class FairQueue:
     )
 
     def __init__(self) -> None:
-        # The only owner that waits, with its requests in `plain`; None while several wait. Then `plain` has those of the
+        # The only owner that waits, its requests in `plain`; None while several wait. Then `plain` has those of the
         # owner that was alone, and `mixed` what came since, of any owner, until it has to be shared.
         self.sole: str | None = None
         self.plain: deque[Request] = deque()

@@ -85,7 +85,7 @@ class Nodes:
         self._nodes: dict[HostPort, Node] = {}
         # Nodes that no longer have slots, but may still owe replies.
         self._leaving: list[Node] = []
-        # A node that never connects, for slots of which nobody knows the place.
+        # A node that never connects, for slots whose place is not known.
         self._nowhere = Node(self, self._connector, NOWHERE)
         self._by_slot = [self._nowhere] * SLOTS
         self._primaries: list[int] = []
@@ -134,7 +134,7 @@ class Nodes:
         return list(self._primaries)
 
     def time_ms(self, slot: int) -> int:
-        """What the clock of a slot's node shows now, at least (server_clock.py); 0 while nobody knows."""
+        """What the clock of a slot's node shows now, at least (server_clock.py); 0 while it is not known."""
         link = self._by_slot[slot].link
         return 0 if link is None else link.clock.at_least_ms(monotonic())
 
@@ -151,7 +151,7 @@ class Nodes:
             link.request(on_reply, command)
 
     def has_room(self, slot: int, size: int) -> bool:
-        """Whether a command of so many bytes, if it is not sent, is so for another reason than `NoRoom`."""
+        """Whether a command of so many bytes would not fail with `NoRoom`; it may fail for another reason."""
         link = self._by_slot[slot].link
         return link is None or link.has_room(size)
 
@@ -236,7 +236,7 @@ class Nodes:
         # Transports let go of their sockets in the turn after.
         await asyncio.sleep(0)
 
-    # What nodes and readers tell.
+    # What nodes and readers call.
 
     def node_of(self, slot: int) -> Node:
         """The node that has a slot now."""
@@ -395,7 +395,7 @@ def parse_redirection(text: str, asked: str) -> tuple[int, HostPort] | None:
 
 
 def _settle(future: asyncio.Future[Any], reply: Any) -> None:
-    if future.done():  # whoever asked has left
+    if future.done():  # the caller has left
         return
     if isinstance(reply, RedisFailure):
         future.set_exception(reply)

@@ -46,7 +46,7 @@ class DepthWatch:
             self._nodes.send(shard.slot, partial(self._told, shard), b"HMGET", shard.counts, *self._fields)
 
     def unread(self) -> int:
-        """Entries that nobody took yet."""
+        """Entries that no batcher took yet."""
         return sum(counts[0] for counts in self._counts)
 
     def unread_of_tier(self, tier: int) -> int:
@@ -64,7 +64,7 @@ class DepthWatch:
         return self.unread_task_bytes() + sum(counts[7] for counts in self._counts)
 
     def unread_task_bytes(self) -> int:
-        """The same without results that somebody has read."""
+        """The same without results that clients have read."""
         return sum(counts[1] + counts[2] for counts in self._counts)
 
     def letter_bytes(self) -> int:

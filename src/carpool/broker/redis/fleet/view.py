@@ -2,7 +2,7 @@
 
 1. A heartbeat is JSON that its sender bounds and its readers do not trust: one that is not as it should be is left out.
 2. Ages are differences of two times on Redis's clock, so no clocks of two machines are ever compared.
-3. One that fell silent is shown as offline until it is forgotten, and counts for nothing meanwhile.
+3. A process that fell silent is shown as offline until it is forgotten, and counts for nothing meanwhile.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,7 +32,7 @@ ENDPOINTS_MAX = 1024
 NAME_LENGTH_MAX = 256
 # Problems of endpoints that a batcher tells, and how long each may be.
 PROBLEMS_MAX, PROBLEM_LENGTH_MAX = 16, 512
-# What is told of the others.
+# What stands for the problems beyond these.
 SAME_PROBLEM = "has answered no call well so far"
 OWNERS_MAX = 64
 TIERS_MAX = 64
@@ -104,7 +104,7 @@ class Heartbeat(msgspec.Struct, frozen=True, omit_defaults=True):
     wanted: Annotated[
         dict[Name, Annotated[tuple[Rate, ...], Meta(max_length=TIERS_MAX)]], Meta(max_length=MODELS_MAX)
     ] = {}
-    # Somebody looks at its live page: the others tell it what happens at theirs.
+    # An operator looks at its live page: the others publish what happens at theirs.
     is_watched: bool = False
     # Into how many parts it takes the queue to be cut (scripts/heartbeat.lua reads this); 0: it does not say.
     shards: Count = 0
@@ -142,7 +142,7 @@ class FleetView(msgspec.Struct, frozen=True):
         return now - self.seen_at <= self.stale_s
 
     def all_silent(self) -> "FleetView":
-        """The same fleet when Redis has not told of anybody for too long."""
+        """The same fleet when Redis has told of no process for too long."""
         gateways, batchers = (
             tuple(msgspec.structs.replace(member, is_live=False) for member in members)
             for members in (self.gateways, self.batchers)
@@ -183,7 +183,7 @@ class FleetView(msgspec.Struct, frozen=True):
     def capacity_rps(self, model: str) -> float:
         """Requests a second that all live batchers together can serve; 0 while none of them knows.
 
-        Those who do not know yet, or are too old to tell, are taken to be like the others, slot by slot.
+        Batchers that do not know yet, or are too old to tell, are taken to be like the others, slot by slot.
         """
         known = self._measured(model)
         slots = sum(heartbeat.healthy_slots for heartbeat in known)
@@ -219,7 +219,7 @@ class FleetView(msgspec.Struct, frozen=True):
         return {member.name for member in (*self.live_gateways(), *self.live_batchers())}
 
     def is_watched(self, without: str) -> bool:
-        """Whether somebody looks at the live page of another process than this one."""
+        """Whether an operator looks at the live page of another process than this one."""
         members = (*self.live_gateways(), *self.live_batchers())
         return any(member.heartbeat.is_watched and member.name != without for member in members)
 
@@ -412,7 +412,7 @@ def _read_member(name: bytes, value: bytes, now_ms: int, stale_s: float) -> Flee
         heartbeat = _decode_heartbeat(body)
     except (msgspec.MsgspecError, UnicodeDecodeError):
         return None
-    # One from the future is as silent as an old one: the clock was set back, and nobody stamped it since.
+    # A heartbeat from the future is as silent as an old one: the clock was set back, and none came since.
     age_s = abs(now_ms - stamp_ms) / 1000
     shown = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in name.decode(errors="replace"))
     return FleetMember(shown, age_s, age_s <= stale_s, rfc3339(stamp_ms / 1000), heartbeat)
@@ -421,7 +421,7 @@ def _read_member(name: bytes, value: bytes, now_ms: int, stale_s: float) -> Flee
 def _model_state(view: FleetView, model: str) -> ModelState:
     """One model in the shape that a gateway without Redis shows, each endpoint with the batcher that calls it.
 
-    Those of a batcher that fell silent are offline, as far as anybody knows.
+    The endpoints of a batcher that fell silent are shown as offline.
     """
     heartbeats = [member.heartbeat.models[model] for member in view.live_batchers() if model in member.heartbeat.models]
     return ModelState(

@@ -24,7 +24,7 @@ from carpool.core.defaults import do_nothing
 from carpool.core.errors import Malformed
 from carpool.core.request import Request
 
-# One call looks through so much of a shard, so that it holds up nobody else.
+# One call looks through so much of a shard, so that Redis's other clients do not wait for it.
 LETTERS_A_CALL_MAX = 64
 LOOKED_THROUGH_BYTES_MAX = 4 * 1024 * 1024
 

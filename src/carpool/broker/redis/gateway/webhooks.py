@@ -1,6 +1,6 @@
 """Webhooks that wait in Redis, with the keys of their tasks (core.webhook.Outbox): any gateway sends any of them.
 
-1. A webhook comes into Redis in the step that gives its task its outcome, whoever takes that step.
+1. A webhook comes into Redis in the step that gives its task its outcome, whichever process takes it.
 2. A gateway claims what is due for a while. When it dies, the claim ends, and another gateway sends it.
 3. Which shards have some is what was last counted, at most a second ago.
 """
@@ -17,7 +17,7 @@ from carpool.broker.redis.redis_ops import RedisOps
 from carpool.core.task import StoredTask
 from carpool.core.webhook import DueWebhook, WebhookState, host_of
 
-# A script holds up everybody else in Redis.
+# A script holds up Redis's other clients.
 CLAIMED_A_CALL_MAX = 64
 RETRIED_A_CALL_MAX = 500
 
