@@ -53,7 +53,7 @@ LOOKUPS = ("hit", "miss", "shared", "passed")
 
 
 class SharedRequest:
-    """What the requests with one key have in common. It is the waiter of those that the broker has for it."""
+    """What the requests with one key have in common. It is the waiter of the leaders that the broker has for them."""
 
     __slots__ = ("_coalescer", "first", "is_looked_for", "key", "members", "refusal", "requests", "waiter")
 
@@ -293,10 +293,10 @@ class Coalescer:
         return shared_request.first if DONE in (request.phase, shared_request.first.phase) else request
 
     def expire(self, now: float) -> None:
-        """Look at the members whose time is over, and at those who wait for a quarantined owner."""
+        """Look at the members whose time is over, and at members that wait for a quarantined owner."""
         if self._quarantined != self._parted:
             parted = [self._part(shared) for shared in list(self._open.values()) if isinstance(shared, SharedRequest)]
-            if all(parted):  # else once more: one that runs may come back, and a queue that is full has room again
+            if all(parted):  # else again: a leader that runs may come back, and a full queue gets room
                 self._parted = frozenset(self._quarantined)
         for member in self._deadlines.due(now):
             if member.phase == DONE:
@@ -460,7 +460,7 @@ class Coalescer:
         return None
 
     def _has_less_waiting(self, member: Request, shared_request: SharedRequest, leader: Request) -> bool:
-        """Whether a shared request of this member's tier waits in the line of an owner who has far more waiting."""
+        """Whether a leader of this member's tier waits behind an owner's far larger backlog."""
         if self._queue_stats is None or member.tier != leader.tier or member.owner == leader.owner:
             return False
         if self._far is not None and not (leader.is_over or leader.is_late or shared_request.is_looked_for):
@@ -491,7 +491,7 @@ class Coalescer:
         self._deadlines.add_unordered(member, min(member.arrived + member.queue_timeout_s, member.deadline))
 
     def _move_up(self, shared_request: SharedRequest, leader: Request, member: Request) -> None:
-        """A shared request that waits gets the place that this member would have; one that runs needs none."""
+        """A leader that waits gets the place that this member would have; a leader that runs needs none."""
         if shared_request.is_looked_for:
             leader.tier, leader.place, leader.owner = member.tier, member.place, member.owner
             leader.is_late = member.is_late

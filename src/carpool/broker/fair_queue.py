@@ -376,7 +376,7 @@ class FairQueue:
             self._forget_idle()
 
     def _forget_idle(self) -> None:
-        """Of owners with nothing waiting, keep those who are far ahead; if these are many, none."""
+        """Of owners with nothing waiting, keep those that are far ahead; if these are many, none."""
         ahead = self._virtual + AHEAD_MIN
         kept = {owner: one for owner, one in self._backlogs.items() if one.has_turn or one.start > ahead}
         waiting = len(self._fresh) + len(self._served)
@@ -415,5 +415,5 @@ class FairQueue:
 
 
 def living(queue: Iterable[Request], leaving: Request) -> deque[Request]:
-    """Without those that were settled, and one that will be."""
+    """The queue without settled requests, and without one that is about to be settled."""
     return deque(request for request in queue if request.phase == QUEUED and request is not leaving)

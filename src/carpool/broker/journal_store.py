@@ -364,7 +364,7 @@ class Store:
             self._draft.dead_letter_bytes -= sum(size for _, size in rows)
 
     def read(self, task_ids: Collection[str], now: float) -> dict[str, StoredTask]:
-        """Those of the tasks that are there."""
+        """The tasks with these ids that are there."""
         rows = self._connection.execute(READ, (_json(task_ids), now))
         return {row[0]: StoredTask(row[0], row[1], STATUS_NAMES[row[2]], *row[3:]) for row in rows}
 

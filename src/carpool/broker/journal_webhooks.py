@@ -51,7 +51,7 @@ class WebhookRows:
         self._execute = connection.execute
         # Hosts are looked at in turn.
         self._last_host = ""
-        # Those of the transaction under way.
+        # The counts of the transaction under way.
         self.counts = counts
 
     def open(self) -> None:

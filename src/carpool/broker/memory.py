@@ -148,7 +148,7 @@ class MemoryBroker:
         return max((lane.waiting for lane in self._active[model].values() if not lane.is_quarantined), default=0)
 
     def queue_stats(self, model: str, tier: int, *, is_task: bool = False) -> QueueStats:
-        """Who waits of one tier, in all lanes of a model: synchronous requests, or tasks. It stays the same object."""
+        """What waits of one tier, in all lanes of a model: synchronous requests, or tasks. It stays the same object."""
         return self._ranks[model].stats_by_tier[tier + self._tiers * is_task]
 
     def lane_counts(self, model: str, batch_max: int) -> LaneCounts:

@@ -37,7 +37,7 @@ class ParkedShares:
 
     def __init__(self) -> None:
         self.waiting = 0
-        # Those that came in late, with a burst, and how many owners have some.
+        # Requests that came in late, with a burst, and how many owners have some.
         self.late = self.late_owners = 0
         self._weight = 0
         self._owners: dict[str, OwnerShare] = {}
@@ -55,7 +55,7 @@ class ParkedShares:
 
     @property
     def owners(self) -> int:
-        """Owners of whom some are parked."""
+        """How many owners have requests parked."""
         return len(self._owners)
 
     def of(self, owner: str) -> int:

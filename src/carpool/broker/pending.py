@@ -90,7 +90,7 @@ class PendingRequests:
         return None
 
     def queue_stats(self, model: str, tier: int) -> QueueStats:
-        """Who has synchronous requests of one model and tier parked here. It stays the same object."""
+        """Synchronous requests of one model and tier parked here, by owner. It stays the same object."""
         return self._shares[model, tier]
 
     def oldest(self, model: str) -> float:
@@ -98,7 +98,7 @@ class PendingRequests:
         return next((each.arrived for each in self._parked.values() if each.model == model), inf)
 
     def still_here(self, requests: Iterable[Request]) -> list[Request]:
-        """Those of them that wait here."""
+        """Those of these requests that are parked here."""
         parked = self._parked
         return [request for request in requests if parked.get(request.number) is request]
 
@@ -111,7 +111,7 @@ class PendingRequests:
         return list(self._parked.values())
 
     def due(self, now: float) -> list[Request]:
-        """Those that have waited for a slot as long as they may, or whose time is over."""
+        """Parked requests that have waited for a slot as long as they may, or whose time is over."""
         return self.still_here(self._deadlines.due(now))
 
     def await_end(self, request: Request) -> None:

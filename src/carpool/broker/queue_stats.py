@@ -1,4 +1,4 @@
-"""How many wait, in all and by owner (core.ports.QueueStats). Pure."""
+"""How many requests wait, in all and by owner (core.ports.QueueStats). Pure."""
 
 # So many bytes of an input cost as much as the request itself.
 COST_BYTES = 4096
@@ -14,7 +14,7 @@ class WaitingCount:
         self.bytes = 0
         # Only owners with requests that wait.
         self.by_owner: dict[str, int] = {}
-        # Those that came in late, with a burst.
+        # Requests that came in late, with a burst.
         self.late = 0
         self.late_by_owner: dict[str, int] = {}
 

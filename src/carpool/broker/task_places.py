@@ -1,6 +1,6 @@
 """Where tasks stand in the queue of this process. Pure.
 
-1. Polls come by the thousand, and tens of thousands of tasks may wait: no poll looks at them all. Tasks are put in order
+1. Polls come by the thousand, and tens of thousands of tasks may wait: no poll looks at them all. They are put in order
    so rarely that this costs little time, however many polls come; so the places that they get are up to a second old.
 2. The order is that of their places. Owners that wait for each other's turn may change it a little.
 """

@@ -36,7 +36,7 @@ from carpool.core.webhook import DueWebhook, WebhookState, shown_url
 
 Found = TypeVar("Found")
 Argument = bytes | int | str
-# What came of a step.
+# Called with the result of a step.
 Done = Callable[[Found | RedisFailure], None]
 # More than the script behind plain commands ever takes on the wire, and more than the read of a stream does.
 SCRIPT_BYTES_MAX = 64 * 1024
@@ -517,7 +517,7 @@ class RedisOps:
     # Results that are kept for requests that are the same.
 
     def find_results(self, shard: Shard, keys: Sequence[bytes], done: Done[list[bytes | None]]) -> None:
-        """The results with these keys; None for each that is not there, or if that cannot be told."""
+        """The results with these keys; None for each that is not there, or that Redis did not answer for."""
         replies: list[list[bytes | None]] = []
 
         def came(reply: Any) -> None:
@@ -619,7 +619,7 @@ class RedisOps:
         await self._ask(scripts.HOOK_END, shard, arguments)
 
     async def webhooks(self, shard: Shard, limit: int) -> list[WebhookState]:
-        """Some of those that wait, the next first."""
+        """Some of the webhooks that wait, the next first."""
         return [
             WebhookState(
                 task_id.decode(),
@@ -636,7 +636,7 @@ class RedisOps:
         ]
 
     async def webhook_hosts(self, shard: Shard) -> list[bytes]:
-        """Those to which something is to be sent."""
+        """The hosts to which webhooks are to be sent."""
         hosts: list[bytes] = await self.nodes.ask(shard.slot, b"ZRANGE", shard.hooks, 0, -1)
         return hosts
 
@@ -766,7 +766,7 @@ def ended_task(task_id: bytes | str, owner: bytes, model: bytes, age_ms: int, fi
 
 
 def unpack_facts(packed: bytes) -> list[Any]:
-    """What a script has packed, as if it had told it."""
+    """What a script has packed, as if it had sent it."""
     facts = msgspec.msgpack.decode(packed, type=list[str | int])
     return [fact.encode() if isinstance(fact, str) else fact for fact in facts]
 

@@ -11,7 +11,7 @@ from carpool.core.webhook import DueWebhook, WebhookState
 
 
 class JournalOutbox:
-    """Those of one journal; its only deliverer is in the same process."""
+    """The webhooks of one journal; its only deliverer is in the same process."""
 
     def __init__(self, journal: Journal) -> None:
         self._journal = journal
@@ -40,12 +40,12 @@ class JournalOutbox:
         await self._do(lambda rows, now: rows.put_back(webhook.id, now + in_s, failure))
 
     async def page(self, limit: int) -> list[WebhookState]:
-        """Some of those that wait, the next first."""
+        """Some of the webhooks that wait, the next first."""
         found: list[WebhookState] = await self._do(lambda rows, now: rows.page(limit, now))
         return found
 
     async def retry(self, task_id: str | None) -> int:
-        """Let one, or all, be due now, but for those that are being sent; how many there were."""
+        """Let one webhook, or all, be due now, but for those being sent; how many there were."""
         count: int = await self._do(lambda rows, _: rows.retry(task_id))
         return count
 

@@ -1,7 +1,7 @@
 """What batchers know of an entry that other batchers had before them. Pure.
 
 1. Redis counts how often an entry was delivered. A batcher that gives one back sets that count, and carries along in
-   it, above the deliveries: with how many batchers the entry failed, how often it was given back, whether it was a probe,
+   it, above the deliveries: with how many batchers it failed, how often it was given back, whether it was a probe,
    and whether its input was blamed. So nothing is written for entries that are served at once, and replicas know it.
 2. An entry goes back to the queue twice at most. So two batchers that are both sick cannot hand it to each other for
    ever.

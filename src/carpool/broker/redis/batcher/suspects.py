@@ -55,7 +55,7 @@ def company_of(delivery: int, deliveries_max: int) -> int:
 
 
 def again_of(lane_key: bytes) -> tuple[bytes, int] | None:
-    """The lane of those that came again, as it was, and their deliveries; None for others, and for one alone."""
+    """The original lane of entries that came again, and their deliveries; None for others, and for one alone."""
     before, mark, delivery = lane_key.rpartition(AGAIN)
     return (before.removesuffix(b"\0"), int(delivery)) if mark and delivery.isdigit() else None
 

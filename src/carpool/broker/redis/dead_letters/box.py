@@ -44,7 +44,7 @@ class RedisDeadLetterBox:
         self.failures = 0
 
     def bury(self, request: Request, error: CarpoolError, sends: int) -> None:
-        """Keep a request with its error, if such ones are kept and there is room; before it is settled."""
+        """Keep a request with its error, if the settings keep such errors and there is room; before it is settled."""
         if is_kept(self._kept, error):
             self._bury(request, error, sends)
 
@@ -87,7 +87,7 @@ class RedisDeadLetterBox:
             self._bounds.note_dropped(reply)
 
     def _shard(self) -> Shard | None:
-        """The next one that can be reached."""
+        """The next shard that can be reached."""
         shards = self._keys.shards
         for _ in shards:
             self._next_shard = (self._next_shard + 1) % len(shards)

@@ -50,7 +50,7 @@ class DepthWatch:
         return sum(counts[0] for counts in self._counts)
 
     def unread_of_tier(self, tier: int) -> int:
-        """Those of one tier: requests and tasks."""
+        """Such entries of one tier: requests and tasks."""
         lines = [index for index, each in enumerate(self._tiers, len(COUNTS)) if each == tier]
         return sum(counts[index] for counts in self._counts for index in lines)
 

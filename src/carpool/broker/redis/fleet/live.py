@@ -44,7 +44,7 @@ class LiveParts:
         self._nodes.send(slot, _nothing, b"PEXPIRE", key, b"%d" % KEPT_MS)
 
     def latest(self) -> Sequence[LivePart]:
-        """The last part of each that lives, as Redis told it last; asks for the next ones."""
+        """The last part of each live process, as Redis last sent it; asks for the next ones."""
         self._ask()
         live = self._view().live_names()
         return [part for name, part in self._parts.items() if name in live]

@@ -26,7 +26,7 @@ TOLD_MAX = 3
 
 
 class PersistenceWatch:
-    """Looks from time to time, and says so in the log; health and metrics show `found`."""
+    """Looks from time to time, and logs what writes to a disk; health and metrics show `found`."""
 
     def __init__(self, inspection: Inspection, interval_s: float = INTERVAL_S) -> None:
         self._inspection = inspection

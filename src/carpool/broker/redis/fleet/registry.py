@@ -64,10 +64,10 @@ class Registry:
         self._changed = changed
         # Called with each view.
         self._heard_view = heard
-        # The last that Redis told. Empty and long out of date before the first time.
+        # The last view that Redis sent. Empty and long out of date before the first one.
         self.view = FleetView(float("-inf"), stale_s, (), (), 0)
         self.failures = 0
-        # Redis has let this process in; why it did not, for a person, or "".
+        # Whether Redis has let this process in; why it did not, for an operator, or "".
         self.is_in = False
         self.refusal = ""
         self._every = Every(interval_s, self._beat)

@@ -138,7 +138,7 @@ class FleetView(msgspec.Struct, frozen=True):
     unreadable: int
 
     def is_fresh(self, now: float) -> bool:
-        """Whether Redis told this lately."""
+        """Whether Redis sent this lately."""
         return now - self.seen_at <= self.stale_s
 
     def all_silent(self) -> "FleetView":

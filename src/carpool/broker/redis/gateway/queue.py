@@ -226,7 +226,7 @@ class RedisQueue:
         return memory_full() if self._is_memory_full() else self.pending.refusal_of_all(requests)
 
     def queue_stats(self, model: str, tier: int) -> QueueStats:
-        """Who has synchronous requests of a model and a tier parked here."""
+        """Synchronous requests of a model and a tier parked here, by owner."""
         return self.pending.queue_stats(model, tier)
 
     def cancel(self, request: Request) -> None:

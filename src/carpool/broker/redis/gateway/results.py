@@ -68,7 +68,7 @@ class Question:
 
 
 class RedisResults:
-    """The way of one gateway to them."""
+    """One gateway's way to these results."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class RedisResults:
         self._clock = clock
         self._wanted: list[tuple[bytes, Found]] = []
         self._ask_soon = OncePerTurn(self._ask)
-        # Those that are out, in their order; answered ones are dropped when they come first.
+        # Questions to Redis, in their order; answered ones are dropped when they come first.
         self._questions: deque[Question] = deque()
         self._looks = Every(LATE_LOOK_S, self._give_up_late)
         self._rests_until = 0.0
@@ -202,7 +202,7 @@ class RedisResults:
         return Output(kept.value, self._facts, kept.tokens_used), max(0.0, age_s)
 
     def _give_up_late(self) -> None:
-        """Answer those who asked too long ago that there is no result."""
+        """End questions that Redis is too late to answer: there is no result."""
         now, questions = self._clock(), self._questions
         while questions and (not questions[0].wanted or questions[0].asked + self._look_s_max <= now):
             question = questions.popleft()

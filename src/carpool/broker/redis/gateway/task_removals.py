@@ -1,4 +1,4 @@
-"""Accepting and removing tasks that Redis has: those that a client deletes, and those that no client was promised.
+"""Accepting and removing tasks that Redis has: those that a client deletes, and those that the gateway refused.
 
 Until a task is accepted it has no outcome. The gateway removes a task that it refused, with its webhook: Redis may not
 have it, or not have it yet, so it tries for a while. What it could not tell Redis it tells again. It also tells a

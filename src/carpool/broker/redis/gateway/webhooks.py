@@ -23,7 +23,7 @@ RETRIED_A_CALL_MAX = 500
 
 
 class RedisOutbox:
-    """Those of one deployment."""
+    """The webhooks of one deployment."""
 
     def __init__(
         self, steps: RedisOps, waiting: Callable[[], tuple[int, int]], shards_with_some: Callable[[], list[Shard]]
@@ -65,14 +65,14 @@ class RedisOutbox:
         await answered(ended)
 
     async def page(self, limit: int) -> list[WebhookState]:
-        """Some of those that wait, the next first."""
+        """Some of the webhooks that wait, the next first."""
         found: list[WebhookState] = []
         for shard in self._keys.shards:
             found += await answered(self._steps.webhooks(shard, limit))
         return sorted(found, key=lambda webhook: webhook.due_in_s)[:limit]
 
     async def retry(self, task_id: str | None) -> int:
-        """Let one, or all, be due now, but for those that are being sent; how many there were."""
+        """Let one webhook, or all, be due now, but for those being sent; how many there were."""
         if task_id is not None:
             if not names_a_shard(task_id):
                 return 0
