@@ -126,7 +126,7 @@ class Coalescer:
         self._parted: Set[tuple[str, str]] = frozenset()
         self._events = events or Events()
         self._clock = clock
-        # What others may still share: shared requests, and requests that are alone and need none yet.
+        # What new requests may still share: shared requests, and requests that are alone and need none yet.
         self._open: dict[SameKey, SharedRequest | Request] = {}
         self._deadlines = Deadlines()
         # Members, and requests for which other processes are asked.
@@ -226,7 +226,7 @@ class Coalescer:
             self._far.look(key, partial(found, key))
 
     def _needing(self, keyed: Sequence[tuple[SameKey, Request]]) -> defaultdict[SameKey, list[Request]]:
-        """Those for which there is neither a result nor a shared request, by their keys."""
+        """Requests for which there is neither a result nor a leader, by their keys."""
         needing: defaultdict[SameKey, list[Request]] = defaultdict(list)
         for key, request in keyed:
             if (
@@ -460,7 +460,7 @@ class Coalescer:
         return None
 
     def _has_less_waiting(self, member: Request, shared_request: SharedRequest, leader: Request) -> bool:
-        """Whether a leader of this member's tier waits behind an owner's far larger backlog."""
+        """Whether a leader of this member's tier is queued for an owner that has far more waiting."""
         if self._queue_stats is None or member.tier != leader.tier or member.owner == leader.owner:
             return False
         if self._far is not None and not (leader.is_over or leader.is_late or shared_request.is_looked_for):

@@ -101,7 +101,7 @@ class FairQueue:
         self._virtual = 0.0
         # Requests, the dead among them.
         self._size = 0
-        # In order of arrival, the taken among them; those of the owner that was here alone are not in it.
+        # Requests in order of arrival, taken ones among them; without those of the owner that was here alone.
         self._came: deque[Request] = deque()
         self._founder: Backlog | None = None
 

@@ -191,7 +191,7 @@ class Journal:
         cause: str | None,
         done: Callable[[list[DeadLetterSummary] | CarpoolError], None],
     ) -> None:
-        """Look up to `limit` dead letters with an id above `after`, the oldest first; `cause` None for any."""
+        """Look up at most `limit` dead letters with an id above `after`, the oldest first; `cause` None for any."""
         self._offer(ListLetters("", done, 0, after, limit, cause))
 
     def read_letter(self, letter_id: int, done: Callable[[StoredDeadLetter | CarpoolError | None], None]) -> None:

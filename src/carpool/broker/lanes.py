@@ -36,7 +36,7 @@ class Ranks:
         self.tiers = tiers
         self.is_strict = strict
         # Synchronous requests by tier, then tasks by tier, then synchronous ones that came in late: those have later
-        # places, so they need lines of their own. Of a tier's two lines of synchronous requests the same one counts.
+        # places, so they need lines of their own. A tier's two lines of synchronous requests share one count.
         counts = [WaitingCount() for _ in range(2 * tiers)]
         self.stats_by_tier = counts + counts[:tiers]
         self.lowest = (tiers - 1, 3 * tiers - 1, 2 * tiers - 1)

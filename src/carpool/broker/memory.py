@@ -1,7 +1,7 @@
 """The embedded broker: requests wait in this process.
 
 Bounded by count and bytes of everything admitted and not yet settled (waiting or running), and by the number of
-lanes in which requests wait. All settling goes through `settle`, the one place that keeps those counts true.
+lanes in which requests wait. `settle`, `settle_batch` and `withdraw` keep those counts true.
 """
 
 from collections import Counter, defaultdict
@@ -364,7 +364,7 @@ class MemoryBroker:
                 self._deadlines.add_end(request)
 
     def before_task(self, request: Request) -> int | None:
-        """How many go before a task that waits: tasks by their places, and all synchronous requests."""
+        """How many go before a task that waits: tasks by their places, and all synchronous ones; else None."""
         tasks = self._task_places.before(request, self._clock())
         if tasks is None:
             return None

@@ -15,7 +15,7 @@ SYNCHRONOUS_SHARE = 0.9
 
 
 class MinShare:
-    """The credit in one model. `debt_max`: at most so much of what they got beyond their share counts against them."""
+    """Their credit. `debt_max`: at most so much of what they got beyond their share counts against them."""
 
     __slots__ = ("_credit", "_debt_max", "_share")
 

@@ -16,7 +16,7 @@ evenly, they share the shards evenly.
   one line; `letter`: the last letter's id, `letter_bytes`, `letters_counted` (ms); `input_bytes`, `result_bytes`,
   `read_bytes`, their parts (scripts/bytes.lua) |
 | `<ns>:{tag}:q:<lane>:<line>` | stream | the entries of one lane and one line (a tier: synchronous requests, those of
-  them that exceed their owner's share, or tasks) |
+  them that came in late or exceed their owner's share, or tasks) |
 | `<ns>:{tag}:task:<id>` | hash | a task and its result |
 | `<ns>:{tag}:read` | list | tasks whose results were read, in that order: they go first where there is no room |
 | `<ns>:{tag}:gone:<lane>:<line>` | zset | numbers of tasks that were removed before a batcher took them |

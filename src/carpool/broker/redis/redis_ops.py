@@ -125,7 +125,7 @@ class TaskResult(NamedTuple):
 class Finished(NamedTuple):
     """What became of a task's result."""
 
-    # It is this finisher's.
+    # Redis keeps this finisher's result.
     was_first: bool
     # Names of the gateways where a client waits for it.
     gateways: bytes
@@ -360,7 +360,7 @@ class RedisOps:
         claims: Sequence[Claim],
         done: Done[Taken],
     ) -> None:
-        """Take entries whose leases are over. `terms`: most deliveries, most of a company that is not small."""
+        """Take entries whose leases are over. `terms`: most deliveries, and the company in which none is a suspect."""
         arguments: list[Argument] = [consumer, self._now_ms(), lease_ms, *terms]
         for claim in claims:
             arguments += (claim.model, claim.batches, claim.largest, claim.suspects, claim.left)
@@ -374,7 +374,7 @@ class RedisOps:
         self._run(scripts.CLAIM, shard, arguments, reading(understand, done))
 
     def uncount(self, shard: Shard, field: bytes, consumer: bytes, entry_id: bytes, deliveries: int) -> None:
-        """An entry that this batcher has keeps its lease, and has been delivered so often."""
+        """Set how often an entry that this batcher has was delivered; it keeps its lease."""
         claim = (b"XCLAIM", shard.stream(field), GROUP, consumer, 0, entry_id)
         self.nodes.send(shard.slot, ignore, *claim, b"IDLE", 0, b"RETRYCOUNT", deliveries, b"JUSTID")
 
@@ -548,8 +548,8 @@ class RedisOps:
         kept_ms: int,
         done: Callable[[Refused | None], None],
     ) -> None:
-        """Keep results (keys and values in turn; their bytes, and those of the smallest), and see to it that there are
-        at most twice as many bytes. Tells why they are there and not counted, or None.
+        """Keep results (keys and values in turn; their bytes, and those of the smallest), and bound what is kept to
+        twice `bytes_max`. Tells why they are there and not counted, or None.
         """
         written: list[Any] = []
 

@@ -3,8 +3,8 @@
 1. At least once: a webhook leaves the outbox when its receiver has said 2xx, or when it is given up. A process that
    sends it again, after a crash or a lost answer, sends the same `webhook-id` and body: both come from what is kept
    with the outcome. Where a failover has lost an outcome, and the task ran again, that is another webhook.
-2. So many are sent at once, so many bytes, and so many to one host. The outbox gives none of a host that has its share,
-   and what waits behind it: a receiver that is slow or dead holds up its own only.
+2. What is sent at once is bounded in number, in bytes and for each host. The outbox passes over a host that has its
+   share, and gives what waits behind it: a receiver that is slow or dead holds up its own webhooks only.
 3. A process that leaves finishes what it is sending, for a moment; the rest is due again for the next deliverer.
 4. No URL and no payload reaches a log: ids and hosts do.
 """
@@ -38,7 +38,7 @@ LOOK_S = 1.0
 LEASE_SPARE_S = 10.0
 IN_FLIGHT_BYTES_MAX = 64 * 1024 * 1024
 CLOSE_PATIENCE_S = 2.0
-# A longer one would hold up the loop.
+# To sign a longer body would hold up the loop: a thread does it.
 SIGNED_HERE_BYTES_MAX = 1024 * 1024
 
 

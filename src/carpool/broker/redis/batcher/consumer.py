@@ -72,7 +72,7 @@ logger = logging.getLogger("carpool.broker")
 # for entries whose wakeup was lost.
 RENEWALS_A_LEASE = 3
 LOOKS_A_LEASE = 6
-# A shard that had nothing for us is asked again after this, or after a wakeup.
+# A shard whose answer failed is asked again after this, or after a wakeup.
 ASK_AGAIN_S = 0.25
 # What was taken waits no longer than this for company from other shards.
 COMPANY_S_MAX = 0.005
@@ -91,7 +91,7 @@ LEFT_EARLY_S, LEFT_EARLY_MAX = 5.0, 10_000
 COMPLAIN_EVERY_S = 10.0
 # What is kept of an entry that cannot be read.
 UNREADABLE_BYTES_MAX = 1024 * 1024
-# With free slots the queue is looked at several times a second: after so long without an answer nothing is taken.
+# With free slots the queue is looked at several times a second: so long without an answer is a fault.
 SILENT_S_MAX = 5.0
 
 
@@ -152,7 +152,7 @@ class Consumer:
         self._dead_letters = dead_letters
         self._complained_at = -COMPLAIN_EVERY_S
         self._unpacker = Unpacker(models, replies, dead_letters, tier_target_s, deliveries_max)
-        # By model, of an entry, lately.
+        # By model: the mean size of an entry, lately.
         self._mean_bytes = dict.fromkeys(self._models, 1.0)
         self._lane_names: Kept[tuple[str, bytes], bytes] = Kept(LANE_NAMES_KEPT_MAX)
         self._leases = Leases(steps, consumer, self._renew_every_s, self._lost_lease, clock)
@@ -474,12 +474,12 @@ class Consumer:
             self._claims_due.append(view)
 
     def _for_all(self, budgets: Sequence[Budget]) -> list[Budget]:
-        """With the models for which nothing may be taken: what waits of them is to be known, too."""
+        """Add the models for which nothing may be taken: what waits of them is to be known, too."""
         by_model = {budget.model: budget for budget in budgets}
         return [by_model.get(name) or Budget(name, 0, 1, {}) for name in self._model_names]
 
     def _asks(self, view: ShardView) -> Done[Taken]:
-        """A question, or a part of one, goes out to a shard: where its answer goes."""
+        """A question, or a part of one, goes out to a shard; returns the callback for its answer."""
         self.unanswered += 1
         view.asked()
         return partial(self._answered, view)
@@ -587,7 +587,7 @@ class Consumer:
             self.notify()
 
     def _look_at(self, views: Sequence[ShardView], *, for_leases: bool = False) -> None:
-        """Learn what is there."""
+        """Ask shards what is there."""
 
         def lapsed(view: ShardView, is_over: bool | RedisFailure) -> None:
             if view in self._lapsed:

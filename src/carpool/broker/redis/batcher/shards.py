@@ -12,7 +12,7 @@ from carpool.broker.redis.types import NONE, NOTHING, Budget, Claim, Head, Shard
 
 # One question goes to so many shards at most.
 SHARDS_A_QUESTION_MAX = 8
-# Where what goes first is looked for in all of them.
+# The same for `plan_by_place`, which looks for the best entries in all of them.
 SHARDS_BY_PLACE_MAX = 16
 # So many streams of a model are known in a shard: more than a question brings, and enough for any free slots.
 HEADS_KNOWN_MAX = 64
@@ -233,7 +233,7 @@ def is_due_again(claims: Sequence[Claim], budgets: Sequence[Budget], welcome: Ma
 
 
 def _part_of(number: int, position: int, shards: int) -> int:
-    """The first ones have more."""
+    """A shard's part of a number; the first shards have more."""
     return number // shards + (position < number % shards)
 
 

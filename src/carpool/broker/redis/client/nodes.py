@@ -43,8 +43,8 @@ PENDING_BYTES_MAX = 256 * 1024 * 1024
 HOPS_MAX = 5
 # Where all is well the topology is looked at so often.
 LOOK_EVERY_S = 5.0
-# So often a slot that moves is looked at. A key that never is there is asked for: only while the slot moves, the answer
-# is that it may be on the other node.
+# How often to look at a slot that moves, by asking for a key that is never there: only while the slot moves, Redis
+# answers that the key may be on the other node.
 MOVING_LOOK_S = 0.1
 NO_SUCH_KEY = b":none"
 # How Redis refuses a script that uses a key which has left.
@@ -310,7 +310,7 @@ class Nodes:
         for slot, key in self._moving.items():
             link = self._by_slot[slot].link
             if link is not None:
-                # Where it is redirected to says all: it does not follow.
+                # The redirection is the answer: the command does not follow it.
                 link.request(partial(self._looked_at_moving, slot), (b"TYPE", key), HOPS_MAX)
 
     def _looked_at_moving(self, slot: int, reply: Any) -> None:

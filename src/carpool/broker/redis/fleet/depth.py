@@ -80,7 +80,7 @@ class DepthWatch:
         return sum(counts[5] for counts in self._counts), sum(counts[6] for counts in self._counts)
 
     def shards_with_webhooks(self) -> list[Shard]:
-        """Where some wait."""
+        """The shards where some wait."""
         return [shard for shard in self._keys.shards if self._counts[shard.number][5]]
 
     def _told(self, shard: Shard, reply: Any) -> None:

@@ -1,6 +1,6 @@
 """Who lives: what gateways and batchers say of themselves in their heartbeats, and what operators see of it. Pure.
 
-1. A heartbeat is JSON that its sender bounds and its readers do not trust: one that is not as it should be is left out.
+1. A heartbeat is JSON that its sender bounds and its readers do not trust: a malformed one is left out.
 2. Ages are differences of two times on Redis's clock, so no clocks of two machines are ever compared.
 3. A process that fell silent is shown as offline until it is forgotten, and counts for nothing meanwhile.
 """
@@ -79,10 +79,10 @@ class ModelHeartbeat(msgspec.Struct, frozen=True, omit_defaults=True):
     capacity_rps: Rate = 0.0
     # How long a batch takes.
     batch_s: Seconds = 0.0
-    # While nothing is known to work: slots on offer, for calls by which that is found out; seconds until there is one.
+    # While no endpoint is known to work: slots on offer for calls that find out; seconds until there is one.
     probes: Count = 0
     retry_after_s: Count = 0
-    # An endpoint failed inputs of one owner only, and is closed to that one: others are let in.
+    # An endpoint failed inputs of one owner only, and is closed to that owner: others are let in.
     is_open_to_others: bool = False
     endpoints: Annotated[tuple[EndpointHeartbeat, ...], Meta(max_length=ENDPOINTS_MAX)] = ()
     # Owners whose inputs this batcher saw refused again and again.
@@ -150,11 +150,11 @@ class FleetView(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, gateways=gateways, batchers=batchers)
 
     def live_gateways(self) -> list[FleetMember]:
-        """Those heard of lately."""
+        """Gateways heard of lately."""
         return [member for member in self.gateways if member.is_live]
 
     def live_batchers(self) -> list[FleetMember]:
-        """Those heard of lately."""
+        """Batchers heard of lately."""
         return [member for member in self.batchers if member.is_live]
 
     def healthy_slots(self, model: str) -> int:
@@ -162,7 +162,7 @@ class FleetView(msgspec.Struct, frozen=True):
         return sum(heartbeat.healthy_slots for _, heartbeat in self._serving(model))
 
     def is_served_elsewhere(self, model: str, name: str) -> bool:
-        """Whether another batcher than this one, which stays, has an endpoint of a model that works."""
+        """Whether a batcher other than this one, and not draining, has an endpoint of a model that works."""
         return any(
             heartbeat.healthy_slots and member.name != name and member.status != DRAINING
             for member, heartbeat in self._serving(model)
@@ -246,7 +246,7 @@ class FleetView(msgspec.Struct, frozen=True):
         )
 
     def _measured(self, model: str) -> list[ModelHeartbeat]:
-        """Of the batchers that tell what they can serve."""
+        """The heartbeats of batchers that tell what they can serve."""
         return [
             heartbeat
             for _, heartbeat in self._serving(model)

@@ -64,8 +64,8 @@ TO_WITHDRAW_MAX = 100_000
 # After so long a node that is up, but did not delete entries, is asked again.
 TRY_AGAIN_S = 0.25
 MOVING = ("MOVED", "ASK")
-# What batchers say of requests that they take for late. One with so much time left is not: so far apart clocks are only
-# where one was set, or this process stood still.
+# The codes of requests that batchers take for late. A request with so much time left is not: a clock was set, or this
+# process stood still.
 LATE_CODES = (DeadlineExceeded.code, QueueTimeout.code)
 NOT_LATE_S = 0.1
 
@@ -173,7 +173,7 @@ class RedisQueue:
         self.flush = OncePerTurn(self._flush)
         self._next_shard = 0
         self._up: list[Shard] = []
-        # Entries in each shard, and lanes that count against the bound, as Redis told last; full until it has.
+        # Entries in each shard, and lanes that count against the bound, as Redis last said; full until it has.
         self._held_in = [self._shard_max] * len(keys.shards)
         self._lanes_in = [0] * len(keys.shards)
         # For metrics.

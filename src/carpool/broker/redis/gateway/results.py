@@ -10,8 +10,8 @@
    in use, and a result costs Redis less than a microsecond.
 5. Redis's clock, which is asked for once in a while, says how old a result is. Parts live for longer than their
    results: one that is too old, or from a time that has not come (the clock was set back), is none.
-6. Where Redis takes results and does not count them (it refuses the script), nothing would bound them: they go, and for
-   a while none is added.
+6. Where Redis takes results and does not count them (it refuses the script), nothing would bound them: the gateway
+   drops them, and adds none for a while.
 """
 
 import logging
