@@ -1,12 +1,12 @@
-"""Whether anybody asks twice. Pure.
+"""Whether clients send the same request twice. Pure.
 
-Where nobody does, coalescing and results that are kept are pure cost: a fifth of a small request. So:
+Where none does, coalescing and kept results are pure cost: a fifth of a small request. So:
 
-1. After TRIAL results in a row that were kept and nobody asked for, within TRIAL_S, there is a rest of REST_S: requests
-   pass by. Then there is another trial. Where less comes than that, the cost does not matter, and there is no rest.
-2. Meanwhile those who pass are remembered. The first one that comes again ends the rest. So in a rest the second of
-   three identical requests is sent like any other, and the third need not. Who is refused is not remembered: it
-   will come again by itself.
+1. After TRIAL kept results in a row that no request asked for, within TRIAL_S, the coalescer rests for REST_S: requests
+   pass by it. Then there is another trial. With fewer results than that, the cost does not matter: there is no rest.
+2. In a rest, requests that pass are remembered. The first that comes again ends the rest. So of three identical
+   requests the second is still sent, and the third need not be. A refused request is not remembered: its client's
+   retry says nothing about repeated inputs.
 3. Where many processes keep results, some requests never pass by: it may be that each process sees an input once, and
    all together many times.
 """
@@ -21,8 +21,8 @@ TRIAL_S = 60.0
 REST_S = 60.0
 # Rule 2: how many are remembered, about. Each has one place, and the later takes it.
 PLACES = 2**16
-# Rule 3: one in so many, by the whole of its input: many are alike but for some bytes, wherever these are. A prime: the
-# lowest bits of a CRC are too much alike where inputs are.
+# Rule 3: one in so many, chosen by a CRC of the whole input: inputs may differ in a few bytes anywhere. A prime: the
+# lowest bits of the CRCs of similar inputs are too similar.
 COMMON = 61
 
 
@@ -32,9 +32,9 @@ class AskedTwice:
     __slots__ = ("_is_one_of_many", "_numbers", "_since", "_unasked", "rests_until")
 
     def __init__(self, *, is_one_of_many: bool) -> None:
-        # Others keep results, too.
+        # Other processes keep results, too.
         self._is_one_of_many = is_one_of_many
-        # Results that were kept since somebody asked twice, or a rest was over; and when the first of them was.
+        # Results kept since a request last came twice, or the last trial ended; and when the first of them was kept.
         self._unasked = 0
         self._since = 0.0
         self.rests_until = 0.0
@@ -45,7 +45,7 @@ class AskedTwice:
         return f"<AskedTwice unasked={self._unasked} rests_until={self.rests_until}>"
 
     def again(self) -> None:
-        """Somebody has asked for what was there already."""
+        """A request came a second time."""
         self._unasked = 0
         self.rests_until = 0.0
 
@@ -62,7 +62,7 @@ class AskedTwice:
 
     def passes(self, request: Request) -> int:
         """If a request that comes in a rest passes by, its number, to be remembered if it is let in; else 0."""
-        # Of which owner they are does not count: others will hardly be taken for the same.
+        # Without the owner: requests of different owners are rarely identical.
         number = hash((request.input, request.model, request.parameters, request.lane))
         if self._numbers[number % PLACES] == number:
             self.again()
@@ -73,5 +73,5 @@ class AskedTwice:
         return number
 
     def remember(self, number: int) -> None:
-        """One that passes was let in."""
+        """A request that passed by was admitted."""
         self._numbers[number % PLACES] = number

@@ -1,7 +1,7 @@
 """What a broker has in common with others whose gateways and batchers are different processes.
 
-A gateway's side is a `RequestQueue` (core/ports.py) over `parking.py`; a batcher's side, and what it needs, is here.
-In `broker/redis` these are `gateway/queue.py` and `batcher/feed.py`.
+A gateway's side is a `RequestQueue` (core/ports.py) over `pending.py`; a batcher's side, and what it needs, is here.
+In `broker/redis` these are `gateway/queue.py` and `batcher/consumer.py`.
 """
 
 from typing import Protocol
@@ -33,7 +33,7 @@ class BatcherSide(Protocol):
         ...
 
     async def finish_asking(self, timeout_s: float) -> None:
-        """Wait for the answer to the last question: what it brings is given back."""
+        """Wait for Redis's answer to the last question; the batcher gives back what it brings."""
         ...
 
     def close(self) -> None:
@@ -100,12 +100,12 @@ class FedModel(Protocol):
 
 
 class SuspectLetters(Protocol):
-    """Where requests go that batchers did not survive, and what nobody can read."""
+    """Keeps requests that batchers did not survive, and entries that cannot be read."""
 
     def bury_suspect(self, request: Request, error: CarpoolError, sends: int) -> None:
         """Keep a synchronous request with its error, if there is room; before it is settled."""
         ...
 
     def bury_unreadable(self, entry_id: bytes, model: str, content: bytes, why: str) -> None:
-        """Keep an entry that nobody can read, for a person to look at."""
+        """Keep an entry that cannot be read, for an operator to look at."""
         ...

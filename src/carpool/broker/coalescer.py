@@ -53,7 +53,7 @@ LOOKUPS = ("hit", "miss", "shared", "passed")
 
 
 class SharedRequest:
-    """What the requests with one key have in common. It is the waiter of those that the broker has for it."""
+    """What the requests with one key have in common. It is the waiter of the leaders that the broker has for them."""
 
     __slots__ = ("_coalescer", "first", "is_looked_for", "key", "members", "refusal", "requests", "waiter")
 
@@ -62,14 +62,14 @@ class SharedRequest:
         self.key = key
         # What was queued for it, or is about to be; empty when it is over.
         self.requests = [request]
-        # Who waits for its first request, while nobody shares it.
+        # The waiter of its first request, while no other request shares it.
         self.waiter: Waiter = request.waiter if request.result is None else request.result
-        # Those who share it; None while the first is alone. The first may have left.
+        # The members; None while the first is alone. The first may have left.
         self.members: dict[int, Request] | None = None
         self.first: Request | None = None
-        # Others are asked for a result: nothing is queued yet.
+        # Other processes are asked for a result: nothing is queued yet.
         self.is_looked_for = False
-        # What its first request gets if they have none, and nobody shares it: it was refused before they were asked.
+        # Why admission refused its first request before they were asked: its outcome if they have none and it is alone.
         self.refusal: CarpoolError | None = None
 
     def settled(self, request: Request, outcome: Outcome) -> None:
@@ -78,8 +78,8 @@ class SharedRequest:
 
 
 class Coalescer:
-    """Stands before admission for models whose results are kept (core.ports.Sharing), and before the queue for those
-    who leave.
+    """Stands before admission for models whose results are kept (core.ports.Sharing), and before the queue for
+    clients that leave.
     """
 
     def __init__(
@@ -96,12 +96,12 @@ class Coalescer:
         seconds: RequestSeconds,
         waiting_max: int,
         bytes_max: int,
-        # Where others keep results; without, the broker is this process's own, and looks at requests as they are now.
+        # Where other processes keep results; None: the broker is in this process, and sees changes of its requests.
         far: FarResults | None = None,
         strict_order: bool = False,
-        # Model and owner of those who ride with one another only. Empty is false.
+        # Model and owner of the quarantined, who share batches with each other only. Empty is false.
         quarantined: Set[tuple[str, str]] = frozenset(),
-        # Who waits of a model and a tier; None where owners are all alike.
+        # What waits of a model and a tier, by owner; None where all owners are treated alike.
         queue_stats: Callable[[str, int], QueueStats] | None = None,
         events: Events | None = None,
         clock: Clock = monotonic,
@@ -122,17 +122,17 @@ class Coalescer:
         self._strict_order = strict_order
         self._quarantined = quarantined
         self._queue_stats = queue_stats
-        # Those whom nobody waits for any more.
+        # Quarantined owners for whose leaders no other owner's member waits any more.
         self._parted: Set[tuple[str, str]] = frozenset()
         self._events = events or Events()
         self._clock = clock
-        # What others may still share: shared requests, and requests that are alone and need none yet.
+        # What new requests may still share: shared requests, and requests that are alone and need none yet.
         self._open: dict[SameKey, SharedRequest | Request] = {}
         self._deadlines = Deadlines()
-        # Members, and requests for which others are asked.
+        # Members, and requests for which other processes are asked.
         self.held = 0
         self.held_bytes = 0
-        # Requests that the broker has and that are nobody's own.
+        # Leaders that the broker has and that are no client's own request.
         self.queued = 0
         # For metrics: requests whose result was kept, that were sent, that shared another, that passed by.
         self.hits = 0
@@ -158,11 +158,11 @@ class Coalescer:
         if options is not NO_OPTIONS:
             if options.no_store:
                 return self._admit(request)
-            if options.no_cache:  # nobody shares it, but its result is kept
+            if options.no_cache:  # no request shares it, but its result is kept
                 self.misses += 1
                 request.result_key, request.result, request.waiter = self._key_of(request), request.waiter, self
                 return self._admit(request)
-        # Most are found nowhere: what follows is written so that these cost little.
+        # Most requests have neither result nor leader: what follows is written so that these cost little.
         refusal, asked = None, self._asked_twice
         if request.arrived < asked.rests_until and (number := asked.passes(request)):
             refusal = self._admit(request)
@@ -170,7 +170,7 @@ class Coalescer:
                 asked.remember(number)
                 self.passed += 1
                 return None
-        key = self._key_of(request)  # also of those who are refused: nobody is for load whose result is there
+        key = self._key_of(request)  # also if refused: load refuses no request whose result is there
         if hash(key) in self._kept and (found := self._results.find(key, request.arrived)) is not None:
             self._hit(request, found)
             return None
@@ -193,13 +193,13 @@ class Coalescer:
     def needing(
         self, requests: Sequence[Request], options: RequestOptions, told: Callable[[Sequence[Request]], None]
     ) -> None:
-        """Tell those of one call that would be sent: none for which there is a result, or another of them."""
+        """Call `told` with the requests of one call that would be sent: none with a result, or an identical request."""
         if options.no_store or options.no_cache:
             told(requests)
             return
         keyed = [(self._key_of(request), request) for request in requests]
         needing = self._needing(keyed)
-        # Also where they would pass by: nobody else looks for them before they are judged.
+        # Also in a rest: no other step looks for their results before admission judges them.
         sizes = {key: those[0].size for key, those in needing.items()}
         size, missing = sum(sizes.values()), len(sizes)
         has_room = self.held + missing <= self._waiting_max and self.held_bytes + size <= self._bytes_max
@@ -226,7 +226,7 @@ class Coalescer:
             self._far.look(key, partial(found, key))
 
     def _needing(self, keyed: Sequence[tuple[SameKey, Request]]) -> defaultdict[SameKey, list[Request]]:
-        """Those for which there is neither a result nor a shared request, by their keys."""
+        """Requests for which there is neither a result nor a leader, by their keys."""
         needing: defaultdict[SameKey, list[Request]] = defaultdict(list)
         for key, request in keyed:
             if (
@@ -236,14 +236,14 @@ class Coalescer:
             ):
                 needing[key].append(request)
         if len(needing) < len(keyed):
-            self._asked_twice.again()  # or others than these would be queued, too
+            self._asked_twice.again()  # ends a rest, in which `ask` would queue the others, too
         return needing
 
     def settled(self, request: Request, outcome: Outcome) -> None:
         """A request that was alone to its end has its outcome."""
         key = request.result_key
         if (shared := self._open.pop(key, request)) is not request:
-            self._open[key] = shared  # others share another one with this key
+            self._open[key] = shared  # another leader has this key
         if isinstance(outcome, Output):
             self._asked_twice.kept(request.ended)
             if self._far is None:
@@ -293,14 +293,14 @@ class Coalescer:
         return shared_request.first if DONE in (request.phase, shared_request.first.phase) else request
 
     def expire(self, now: float) -> None:
-        """Look at the members whose time is over, and at those who wait for a quarantined owner."""
+        """Look at the members whose time is over, and at members that wait for a quarantined owner."""
         if self._quarantined != self._parted:
             parted = [self._part(shared) for shared in list(self._open.values()) if isinstance(shared, SharedRequest)]
-            if all(parted):  # else once more: one that runs may come back, and a queue that is full has room again
+            if all(parted):  # else again: a leader that runs may come back, and a full queue gets room
                 self._parted = frozenset(self._quarantined)
         for member in self._deadlines.due(now):
             if member.phase == DONE:
-                continue  # who was told before has made it leave
+                continue  # the waiter of an earlier member has made it leave
             if member.deadline <= now:
                 self._leave(member, DeadlineExceeded("no result in time; the request was given up"))
             elif self._may_run(member.held_by, member):
@@ -308,7 +308,7 @@ class Coalescer:
             else:
                 self._leave(member, queue_time_passed(member.queue_timeout_s))
 
-    # What the broker tells.
+    # What the broker calls.
 
     def ended(self, shared_request: SharedRequest, request: Request, outcome: Outcome) -> None:
         """A shared request has its outcome."""
@@ -319,7 +319,7 @@ class Coalescer:
                 self._keep(shared_request.key, outcome)
             shared_request.waiter.settled(request, outcome)
             return
-        self._outcomes[request.result_code] -= 1  # the broker counts it; those who share it are counted here
+        self._outcomes[request.result_code] -= 1  # the broker counted the leader; here its members count
         self.queued -= 1
         if request not in shared_request.requests:
             return  # given up
@@ -333,7 +333,7 @@ class Coalescer:
                 ride_along(member, request)
             self._settle_all(shared_request, members, outcome)
             self._count_seconds(members, request.taken, outcome.call)
-        elif not shared_request.requests:  # else another is under way for them
+        elif not shared_request.requests:  # else another leader is under way for them
             self._close(shared_request)
             members = (
                 self._go_again(shared_request, outcome) if outcome.retryable else list(shared_request.members.values())
@@ -356,11 +356,11 @@ class Coalescer:
         if self._far is not None:
             assert isinstance(key, bytes)
             if self._far.keep(key, output) and hash(key) not in self._kept:
-                return  # here too as soon as somebody asks for it: most results nobody asks for again
+                return  # here too once a request asks for it: most results are never asked for again
         self._results.keep(key, output, self._clock())
 
     def _look(self, shared_request: SharedRequest, request: Request, far: FarResults) -> CarpoolError | None:
-        """Ask others for the result of a new shared request."""
+        """Ask other processes for the result of a new shared request."""
         if (refusal := self._refusal(request.size)) is not None:
             return refusal
         self.held += 1
@@ -371,7 +371,7 @@ class Coalescer:
         return None
 
     def _looked_for(self, shared_request: SharedRequest, request: Request, output: Output | None, age_s: float) -> None:
-        """Others have told: the result, or that the request must be queued."""
+        """The other processes have answered: with the result, or the request must be queued."""
         now = self._clock()
         self.held -= 1
         self.held_bytes -= request.size
@@ -460,11 +460,11 @@ class Coalescer:
         return None
 
     def _has_less_waiting(self, member: Request, shared_request: SharedRequest, leader: Request) -> bool:
-        """Whether a shared request of this member's tier waits in the line of an owner who has far more waiting."""
+        """Whether a leader of this member's tier is queued for an owner that has far more waiting."""
         if self._queue_stats is None or member.tier != leader.tier or member.owner == leader.owner:
             return False
         if self._far is not None and not (leader.is_over or leader.is_late or shared_request.is_looked_for):
-            return False  # there only what exceeds its owner's share, or came in late, goes later
+            return False  # over Redis only requests over their owner's share, and late ones, go later
         queue_stats = self._queue_stats(leader.model, leader.tier)
         return FAR_MORE * (queue_stats.of(member.owner) + 1) < queue_stats.of(leader.owner)
 
@@ -491,7 +491,7 @@ class Coalescer:
         self._deadlines.add_unordered(member, min(member.arrived + member.queue_timeout_s, member.deadline))
 
     def _move_up(self, shared_request: SharedRequest, leader: Request, member: Request) -> None:
-        """A shared request that waits gets the place that this member would have; one that runs needs none."""
+        """A leader that waits gets the place that this member would have; a leader that runs needs none."""
         if shared_request.is_looked_for:
             leader.tier, leader.place, leader.owner = member.tier, member.place, member.owner
             leader.is_late = member.is_late
@@ -502,7 +502,7 @@ class Coalescer:
     def _queue_anew(
         self, shared_request: SharedRequest, leader: Request, member: Request, *, stays: bool = False
     ) -> bool:
-        """Let a shared request wait where this member would, if there is room. `stays`: where it waits as well."""
+        """Queue a leader where this member would wait, if there is room. `stays`: the old leader is kept as well."""
         assert shared_request.members is not None
         latest = max(each.deadline for each in shared_request.members.values())
         moved = self._shared_for(shared_request, member, latest, leader.queue_timeout_s)
@@ -558,7 +558,7 @@ class Coalescer:
         return request
 
     def _go_again(self, shared_request: SharedRequest, error: CarpoolError) -> list[Request]:
-        """Send those again, together, who are not to have this error; returns who is."""
+        """Send the members that do not get this error again, together; returns the members that get it."""
         assert shared_request.members is not None
         now = self._clock()
         again = [member for member in shared_request.members.values() if rides_again(shared_request, member, now)]
@@ -611,7 +611,7 @@ class Coalescer:
         self._count(request, client_left())
 
     def _give_up(self, shared_request: SharedRequest) -> None:
-        """Nobody waits for it: what is queued for it is not sent."""
+        """Withdraw the leaders that are left: no member needs them any more."""
         requests, shared_request.requests = shared_request.requests, []
         for request in requests:
             if shared_request.is_looked_for:
@@ -620,7 +620,7 @@ class Coalescer:
                 self._queue.cancel(request)
 
     def _close(self, shared_request: SharedRequest) -> None:
-        """Nobody may share it from now on."""
+        """Let no request join it from now on."""
         if self._open.get(shared_request.key) is shared_request:
             del self._open[shared_request.key]
 
@@ -632,7 +632,7 @@ class Coalescer:
         if isinstance(outcome, Output) and len(members) > 1:
             outcome = shared_output(outcome, len(members))
         for member in members:
-            if waiting.pop(id(member), None) is not None:  # else who was told before has made it leave
+            if waiting.pop(id(member), None) is not None:  # else an earlier member's waiter made it leave
                 self._settle(member, outcome)
 
     def _settle(self, member: Request, outcome: Outcome) -> None:
@@ -649,15 +649,15 @@ class Coalescer:
             self._events.settled(request, outcome)
 
     def _count_seconds(self, members: Sequence[Request], taken: float, call: CallFacts) -> None:
-        """Where the time of those went who shared a request; the shared one itself counts nowhere."""
+        """Count where the members' time went; the leader itself counts nowhere."""
         together: defaultdict[int, list[float]] = defaultdict(list)
         late: defaultdict[int, list[float]] = defaultdict(list)
         waits: list[float] = []
         for member in members:
             if member.result_code != "ok":
-                continue  # who was told before has made it leave
+                continue  # the waiter of an earlier member has made it leave
             waits.append(member.taken - member.arrived)
-            # There may be thousands who came while it ran.
+            # Thousands of members may have come while the leader ran.
             (together if member.taken == taken else late)[member.tier].append(member.ended - member.arrived)
         if waits:
             self._waited.observe_all(waits)
@@ -680,7 +680,7 @@ class Coalescer:
 
 
 def ride_along(member: Request, leader: Request) -> None:
-    """What became of a shared request became of those who share it."""
+    """Give a member the times, the batch, the call and the sends of its leader."""
     if leader.taken:
         member.taken = max(leader.taken, member.arrived)
     member.batch, member.call = leader.batch, leader.call
@@ -688,7 +688,7 @@ def ride_along(member: Request, leader: Request) -> None:
 
 
 def own_bytes(member: Request) -> int:
-    """What a member holds that is not the same object for all who share its request."""
+    """The bytes of a member that are not one object for all members."""
     return len(member.client_id)
 
 
@@ -698,7 +698,7 @@ def by_place(member: Request) -> tuple[int, float]:
 
 
 def rides_again(shared_request: SharedRequest, member: Request, now: float) -> bool:
-    """Whether a failure that may pass is not this member's: it was not the first, and has not ridden twice."""
+    """Whether a member is sent again after a retryable error: not the first, only once, and if it has time left."""
     has_time = now < min(member.arrived + member.queue_timeout_s, member.deadline)
     return member is not shared_request.first and not member.sends and has_time
 
@@ -709,26 +709,26 @@ def is_sampled(request: Request) -> bool:
 
 
 def expired(request: Request, now: float) -> CarpoolError | None:
-    """What a request gets whose time is over before it was queued."""
+    """The error of a request whose time is over before it is queued; None if it has time left."""
     return DeadlineExceeded("no result in time; the request was given up") if request.deadline <= now else None
 
 
 def defect(failure: Exception) -> InternalError:
-    """What those are told whom a defect keeps out: nobody else would, they waited for others to be asked."""
+    """The error of a request that a defect keeps out after other processes were asked: no caller is left to see it."""
     logger.error("a request failed on admission", exc_info=failure)
     return InternalError("the gateway failed on this request")
 
 
 def drop(request: Request) -> None:
-    """A shared request that was never queued is no client's: what it holds is not needed."""
+    """End a leader that was never queued, without an outcome: it is no client's own request."""
     request.phase, request.input, request.prepared = DONE, b"", None
 
 
 def shared_output(output: Output, members: int) -> Output:
-    """The output of a shared request for each of those who share it: they share its seconds too."""
+    """The leader's output for each of its members: they share its GPU seconds too."""
     return replace(output, call=replace(output.call, gpu_s=output.call.gpu_s / members))
 
 
 def client_left() -> ClientLeft:
-    """For those who do not wait any more."""
+    """The outcome of a request whose client left."""
     return ClientLeft("the client left")

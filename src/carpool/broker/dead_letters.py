@@ -1,10 +1,10 @@
 """Dead letters in the journal: how they come in, and what a person does with them.
 
-1. A task becomes one together with its result (tasks.py); a synchronous request by `DeadLetterBox.bury`, if such ones
-   are kept.
+1. `Tasks` buries a task together with its result (tasks.py); `DeadLetterBox.bury` buries a synchronous request, if the
+   settings keep its kind of error.
 2. A replay is a new task with an id of its own: the old one has its outcome already. The letter goes in the transaction
    that accepts the task, so it is never lost, and never replayed twice.
-3. `replay_all` ends (replays.py): letters that its own tasks come back as are younger than where it stops.
+3. `replay_all` ends (replays.py): it stops at the last letter there was; its own tasks that fail become newer ones.
 """
 
 import time
@@ -37,8 +37,8 @@ class DeadLetterBox:
         self._clock = clock
 
     def bury(self, request: Request, error: CarpoolError, sends: int) -> None:
-        """Keep a request with its error, if such ones are kept and there is room; before it is settled."""
-        if request.is_task or request.phase == DONE:  # a task's result buries it; who has left, left no input
+        """Keep a request with its error, if the settings keep such errors and there is room; before it is settled."""
+        if request.is_task or request.phase == DONE:  # a task's result buries it; a settled request has no input
             return
         if not is_kept(self._kept, error):
             return
@@ -67,15 +67,15 @@ class DeadLetterDesk:
         self._clock = clock
 
     def total(self) -> int:
-        """How many are kept."""
+        """How many dead letters are kept."""
         return self._journal.counts.dead_letters
 
     async def page(self, after: int, limit: int) -> list[DeadLetterSummary]:
-        """Those with an id above `after`, the oldest first."""
+        """Dead letters with an id above `after`, the oldest first."""
         return await self._page(after, limit, None)
 
     async def show(self, letter_id: int) -> StoredDeadLetter:
-        """One of them, whole; raises NotFound."""
+        """One dead letter, whole; raises NotFound."""
         letter: StoredDeadLetter | None = await answer_of(lambda done: self._journal.read_letter(letter_id, done))
         if letter is None:
             raise no_such_letter()
@@ -92,7 +92,7 @@ class DeadLetterDesk:
         return Replayed(letter_id, request.id)
 
     async def replay_all(self, cause: str | None) -> ReplayReport:
-        """Make all there are now, or those of one cause, tasks again, until no more tasks are accepted."""
+        """Make all letters there are now, or those of one cause, tasks again, until no more tasks are accepted."""
         run = ReplayRun(self.replay)
         await run.go(self._journal.last_letter, partial(self._page, cause=cause))
         return run.report()

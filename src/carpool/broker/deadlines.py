@@ -2,7 +2,7 @@
 
 Requests that may wait equally long are due in the order in which they came, so a deque per allowance is enough; settled
 ones are dropped when they come to its head. Tasks and requests with deadlines of their own have any order: a heap.
-One that lasts would keep all the settled behind it, so the lines are cleared of those whenever they have doubled.
+One long request at the head keeps settled ones behind it: `due` drops those whenever the entries have doubled.
 """
 
 from collections import deque
@@ -10,15 +10,15 @@ from heapq import heapify, heappop, heappush
 
 from carpool.core.request import DONE, Request
 
-# So many entries are never worth a clearance.
+# With fewer entries, dropping settled ones is not worth the time.
 REBUILD_MIN = 1024
 
 
 class Deadlines:
-    """Requests by the time at which somebody must look at them."""
+    """Requests by the time at which the broker must look at them."""
 
     def __init__(self) -> None:
-        # By how long they may wait for a slot: those to look at when that is over, and those to look at in the end.
+        # By queue timeout: requests to look at when it has passed, and requests to look at when their deadline has.
         self._waiting: dict[float, deque[Request]] = {}
         self._ending: dict[float, deque[Request]] = {}
         self._heap: list[tuple[float, int, Request]] = []
@@ -27,7 +27,7 @@ class Deadlines:
         self._rebuild_at = REBUILD_MIN
 
     def add(self, request: Request) -> None:
-        """Look at the request when it has waited `queue_timeout_s`; whoever may wait as long must not arrive before."""
+        """Look at the request after `queue_timeout_s`. Requests with the same timeout must come in order of arrival."""
         if request.own_timeout_s:
             self.add_unordered(request, min(request.arrived + request.queue_timeout_s, request.deadline))
             return
@@ -77,7 +77,7 @@ class Deadlines:
         return len(self._heap) + sum(map(len, self._waiting.values())) + sum(map(len, self._ending.values()))
 
     def _drop_settled(self) -> None:
-        """Keep the living alone. The next time is when they have doubled, so the cost is spread over many calls."""
+        """Keep unsettled requests only. The next time is when the entries have doubled, so it costs little per call."""
         for lines in (self._waiting, self._ending):
             for allowance_s, line in lines.items():
                 lines[allowance_s] = deque(request for request in line if request.phase != DONE)

@@ -2,15 +2,15 @@
 
 1. An owner's own requests keep their order. The next one is the owner's with the smallest start tag; its tag then grows
    by the cost of what it got. So owners who always have something waiting get equal shares of cost, within one largest.
-2. Whoever comes anew has the line's virtual time as its tag: it stands beside those who have had their share so far,
-   however many they have waiting. Virtual time grows with every request by its cost ÷ the owners that wait, so those
-   who come later stand behind those who wait, and nobody starves, however many owners come.
-3. An owner with nothing waiting is forgotten, but for one that got something large and is ahead of virtual time: it
-   must not come back as if it had not. No more of these are remembered than owners wait.
+2. A new owner's tag is the line's virtual time: it stands beside owners that have had their share so far, however many
+   requests they have waiting. Virtual time grows with every request by its cost ÷ the owners that wait, so later owners
+   stand behind those that wait, and no owner starves, however many come.
+3. An owner with nothing waiting is forgotten, unless a large request put it ahead of virtual time: it must not come
+   back as if it had not got that. At most as many of these are remembered as owners wait, and KEPT_MIN more.
 4. While one owner alone waits, the line is a plain deque: no tags. Nor are there any while all that waits goes into
    one batch: what others sent is sorted by owner when a batch is taken that leaves some of it.
 5. Requests that were put back go before all others: they have been paid for.
-6. The line's place among lines is that of its longest-waiting request, whoever goes next: sharing inside a line takes
+6. The line's place among lines is that of its longest-waiting request, whichever goes next: sharing inside a line takes
    nothing from other lines, and gives them nothing.
 """
 
@@ -23,9 +23,9 @@ from carpool.broker.batch_builder import BatchBuilder
 from carpool.broker.queue_stats import COST_BYTES, WaitingCount
 from carpool.core.request import DONE, QUEUED, RUNNING, Request
 
-# What may be kept of those who are gone, beside as many as wait.
+# So many owners with nothing waiting may be remembered, beside as many as wait.
 KEPT_MIN = 64
-# Whoever is no further ahead of virtual time than this is forgotten when nothing of it waits.
+# An owner no further ahead of virtual time than this is forgotten when it has nothing waiting.
 AHEAD_MIN = 2.0
 
 
@@ -35,7 +35,7 @@ class Backlog:
     __slots__ = ("first", "has_turn", "more", "start")
 
     def __init__(self, start: float, first: Request) -> None:
-        # The tag of its first request, and whether it is among those who get their turn.
+        # The tag of its first request, and whether its owner is among those that take turns.
         self.start = start
         self.has_turn = True
         self.first: Request | None = first
@@ -82,8 +82,8 @@ class FairQueue:
     )
 
     def __init__(self) -> None:
-        # Whose requests are all there are, in `plain`; None while several owners wait. Then `plain` has those of the
-        # one that was alone, and what came since is in `mixed`, whoever's it is, until it has to be shared.
+        # The only owner that waits, its requests in `plain`; None while several wait. Then `plain` has those of the
+        # owner that was alone, and `mixed` what came since, of any owner, until it has to be shared.
         self.sole: str | None = None
         self.plain: deque[Request] = deque()
         self.mixed: deque[Request] = deque()
@@ -94,14 +94,14 @@ class FairQueue:
         # Several owners wait for their turns, or did a moment ago. Only then the rest is used.
         self.is_shared = False
         self._backlogs: dict[str, Backlog] = {}
-        # Those who get their turn: who came anew, in order of their tags, for virtual time only grows; and the others.
+        # The owners that take turns: new ones, in order of their tags, for virtual time only grows; and the others.
         self._fresh: deque[Backlog] = deque()
         self._served: list[tuple[float, int, Backlog]] = []
         self._turns = 0
         self._virtual = 0.0
         # Requests, the dead among them.
         self._size = 0
-        # In order of arrival, the taken among them; those of the owner that was here alone are not in it.
+        # Requests in order of arrival, taken ones among them; without those of the owner that was here alone.
         self._came: deque[Request] = deque()
         self._founder: Backlog | None = None
 
@@ -149,7 +149,7 @@ class FairQueue:
         back.extendleft(reversed(later))
 
     def longest_waiting(self) -> Request | None:
-        """The request with the smallest place; None if nobody waits."""
+        """The request with the smallest place; None if none waits."""
         other = self._longest_shared() if self.is_shared else self._first_of(self.plain) or self._first_of(self.mixed)
         if not self.back or (first := self._first_of(self.back)) is None:
             return other
@@ -336,7 +336,7 @@ class FairQueue:
             self._add_shared(request)
 
     def _relax(self) -> None:
-        """Be a plain line again, if one owner alone is left and owes nobody."""
+        """Be a plain line again, if no owner waits, or one alone and no other is remembered."""
         owners = len(self._fresh) + len(self._served)
         if owners > 1:
             return
@@ -376,7 +376,7 @@ class FairQueue:
             self._forget_idle()
 
     def _forget_idle(self) -> None:
-        """Of owners with nothing waiting, keep those who are far ahead; if these are many, none."""
+        """Of owners with nothing waiting, keep those that are far ahead; if these are many, none."""
         ahead = self._virtual + AHEAD_MIN
         kept = {owner: one for owner, one in self._backlogs.items() if one.has_turn or one.start > ahead}
         waiting = len(self._fresh) + len(self._served)
@@ -390,7 +390,7 @@ class FairQueue:
         while came:
             request = came[0]
             backlog = backlogs.get(request.owner) if request.phase == QUEUED else None
-            # Whoever is still here is the first of its owner's: the ones before it were before it here, too.
+            # A request that still waits is its owner's first: those before it were before it here, too.
             if backlog is not None and self._first_in(backlog) is request:
                 return request if founder is None or request.place < founder.place else founder
             came.popleft()
@@ -415,5 +415,5 @@ class FairQueue:
 
 
 def living(queue: Iterable[Request], leaving: Request) -> deque[Request]:
-    """Without those that were settled, and one that will be."""
+    """The queue without settled requests, and without one that is about to be settled."""
     return deque(request for request in queue if request.phase == QUEUED and request is not leaving)

@@ -5,7 +5,7 @@ import logging
 logger = logging.getLogger("carpool.broker")
 
 LOOK_S = 5.0
-# From this share on it is worth a line, if it is full within an hour; and then not again for a while.
+# From this share on a warning is logged if the store is full within SOON_S; then not again for QUIET_S.
 WORTH_A_LINE = 0.8
 SOON_S = 3600.0
 QUIET_S = 600.0
@@ -16,7 +16,7 @@ class FillWatch:
 
     def __init__(self, bytes_max: int) -> None:
         self._bytes_max = bytes_max
-        # When it was looked last, and what was used.
+        # When `look` was last called, and what was used then.
         self._last: tuple[float, int] | None = None
         self._quiet_until = 0.0
 

@@ -1,4 +1,4 @@
-"""The journal: tasks answered with 202, their results and dead letters, on the disk before anybody is told.
+"""The journal: tasks answered with 202, their results and dead letters, on the disk before a client hears of them.
 
 Public methods run on the event loop, queue an operation and return; the answer comes by callback on the loop,
 when the writer thread (journal_writer) has committed it to the file (journal_store) with its group. Rules:
@@ -63,7 +63,7 @@ BURYING_BYTES_MAX = 64 * 1024 * 1024
 DEAD_LETTER_SHARE = 0.25
 # Results that were read go first where more than this share of `stored_bytes_max` is used.
 NEARLY_FULL = 0.85
-# So many are told to the writer at once that they were read.
+# The writer hears of so many results that were read at once.
 READ_AT_ONCE = 1024
 
 
@@ -91,7 +91,7 @@ class Journal:
         # Operations without an answer yet, and their bytes.
         self._unanswered = 0
         self._unanswered_bytes = 0
-        # Tasks whose results were read, of which the writer does not know that.
+        # Tasks whose results were read, and of which the writer has not heard yet.
         self._read: list[str] = []
         # Dead letters among the operations, and their bytes, which are not among those.
         self._burying = 0
@@ -154,7 +154,7 @@ class Journal:
         self._offer(Read(task_id, done, 0))
 
     def was_read(self, task_id: str) -> None:
-        """Somebody has the result of a task: it goes before others where there is no room for new ones."""
+        """A client has the result of a task: it goes before others where there is no room for new ones."""
         self._read.append(task_id)
         if len(self._read) >= READ_AT_ONCE or self.stored_bytes > NEARLY_FULL * self._stored_bytes_max:
             self._tell_read()
@@ -168,7 +168,7 @@ class Journal:
         self._offer(Delete(task_id, done, 0))
 
     def bury(self, record: TaskRecord, dead_letter: DeadLetter) -> None:
-        """Keep a request that was no task as a dead letter, if there is room. Nobody is told."""
+        """Keep a request that was no task as a dead letter, if there is room. The caller gets no answer."""
         self.buried[dead_letter.cause] += 1
         size = size_of(record)
         if self._is_closing or self._burying >= BURYING_MAX or self._burying_bytes + size > BURYING_BYTES_MAX:
@@ -191,7 +191,7 @@ class Journal:
         cause: str | None,
         done: Callable[[list[DeadLetterSummary] | CarpoolError], None],
     ) -> None:
-        """Look up to `limit` dead letters with an id above `after`, the oldest first; `cause` None for any."""
+        """Look up at most `limit` dead letters with an id above `after`, the oldest first; `cause` None for any."""
         self._offer(ListLetters("", done, 0, after, limit, cause))
 
     def read_letter(self, letter_id: int, done: Callable[[StoredDeadLetter | CarpoolError | None], None]) -> None:
@@ -203,7 +203,7 @@ class Journal:
         self._offer(DropLetters("", done, 0, letter_id))
 
     def on_webhooks(self, work: Callable[[WebhookRows, float], Any], done: Callable[[Any], None]) -> None:
-        """Do something with outcomes that wait to be sent; `done` is told what `work` returns, or why it failed."""
+        """Do something with outcomes that wait to be sent; `done` gets what `work` returns, or why it failed."""
         self._offer(OnWebhooks("", done, 0, work))
 
     def pending(self) -> Iterator[TaskRecord]:
@@ -258,7 +258,7 @@ class Journal:
 
     @property
     def unread_bytes(self) -> int:
-        """The same without results that somebody has read."""
+        """The same without results that clients have read."""
         return self.stored_bytes - self._store.counts.read_bytes
 
 

@@ -61,7 +61,7 @@ class Counts(msgspec.Struct):
     dead_letters: int = 0
     # Inputs, parameters, outputs and errors of tasks; dead letters have a budget of their own.
     stored_bytes: int = 0
-    # Of these, results that somebody has read since the journal was opened.
+    # Of these, results that clients have read since the journal was opened.
     read_bytes: int = 0
     dead_letter_bytes: int = 0
     # Dead letters that had to make room since the journal was opened.
@@ -72,7 +72,7 @@ class Counts(msgspec.Struct):
 
 
 class Operation(msgspec.Struct, eq=False):
-    """One queued call and who is to be answered."""
+    """One queued call and the callback for its answer."""
 
     task_id: str
     done: Callable[[Any], None]
@@ -100,7 +100,7 @@ class Read(Operation, eq=False):
 
 
 class WereRead(Operation, eq=False):
-    """Tasks whose results somebody has."""
+    """Tasks whose results clients have read."""
 
     task_ids: list[str]
 
@@ -146,7 +146,7 @@ class OnWebhooks(Operation, eq=False):
     work: Callable[[Any, float], Any]
 
 
-# Who is answered, and the answer.
+# An operation, and its answer.
 JournalReply = tuple[Operation, Any]
 
 
@@ -168,7 +168,7 @@ def result_size_of(result: TaskResult) -> int:
 
 
 def store_full() -> QueueFull:
-    """What is told to whoever submits a task while no more may be stored."""
+    """The refusal of a task while no more may be stored."""
     return QueueFull(
         "As many tasks and results are stored as may be. Retry later; delete results you have read.",
         retry_after_s=STORE_RETRY_AFTER_S,
@@ -176,7 +176,7 @@ def store_full() -> QueueFull:
 
 
 def webhooks_full() -> WebhooksFull:
-    """What is told to whoever submits a task with a `callback_url` while no more may wait to be sent."""
+    """The refusal of a task with a `callback_url` while no more webhooks may wait."""
     return WebhooksFull(
         "As many outcomes wait to be sent as may. Retry later, or poll the task instead.",
         retry_after_s=STORE_RETRY_AFTER_S,

@@ -33,7 +33,7 @@ from carpool.broker.journal_webhooks import STATUS_NAMES, WebhookRows
 from carpool.core.dead_letter import DeadLetterSummary, StoredDeadLetter
 from carpool.core.task import StoredTask
 
-APPLICATION_ID = 0x43504C4A  # "CPLJ" in the file's header: tells a journal from anybody else's SQLite file
+APPLICATION_ID = 0x43504C4A  # "CPLJ" in the file's header: tells a journal from other SQLite files
 SCHEMA_VERSION = 3
 
 # Three rows of 2 KB share a page of 8 KiB; each would fill one of the default 4 KiB alone, and an append
@@ -43,7 +43,7 @@ PAGE_BYTES = 8192
 # for the sync of the file.
 CHECKPOINT_PAGES = 2048
 LOG_BYTES_KEPT = 64 * 1024 * 1024
-# Somebody with a sqlite3 shell on the file may hold its lock for a moment.
+# An operator with a sqlite3 shell on the file may hold its lock for a moment.
 BUSY_S = 1.0
 # Bytes alone would not bound the rows of a flood of empty inputs.
 DEAD_LETTERS_MAX = 100_000
@@ -176,7 +176,7 @@ class Store:
                 f"this version reads {SCHEMA_VERSION}); use that version or another --data-dir"
             )
         if self.path:
-            # SQLite gives its -wal and -shm files the mode of the file; somebody may have loosened the three.
+            # SQLite gives its -wal and -shm files the mode of the file; an operator may have loosened the three.
             for suffix in ("", "-wal", "-shm"):
                 with suppress(FileNotFoundError):
                     os.chmod(f"{self.path}{suffix}", 0o600)
@@ -187,7 +187,7 @@ class Store:
         execute(f"PRAGMA journal_size_limit = {LOG_BYTES_KEPT}")
         execute("PRAGMA cache_size = -16384")
         # Freed pages are reused, neither overwritten nor given back: the file grows to its high-water mark, which
-        # `stored_bytes_max` and the dead letters' budget bound; and whoever may read it may read the payloads in it.
+        # `stored_bytes_max` and the dead letters' budget bound; and a user who may read it may read old payloads.
         execute("PRAGMA secure_delete = OFF")
         execute("PRAGMA temp_store = MEMORY")
         execute(READ_TASKS)
@@ -364,12 +364,12 @@ class Store:
             self._draft.dead_letter_bytes -= sum(size for _, size in rows)
 
     def read(self, task_ids: Collection[str], now: float) -> dict[str, StoredTask]:
-        """Those of the tasks that are there."""
+        """The tasks with these ids that are there."""
         rows = self._connection.execute(READ, (_json(task_ids), now))
         return {row[0]: StoredTask(row[0], row[1], STATUS_NAMES[row[2]], *row[3:]) for row in rows}
 
     def were_read(self, task_ids: Collection[str]) -> None:
-        """Somebody has the results of these."""
+        """Clients have the results of these tasks."""
         read = self._connection.execute(WERE_READ, (_json(task_ids),)).fetchall()
         self._draft.read_bytes += sum(size for (size,) in read)
 

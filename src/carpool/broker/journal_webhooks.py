@@ -3,7 +3,7 @@
 1. A webhook comes into the file in the transaction that gives its task its outcome. It has a copy of that: results are
    forgotten, or read and deleted, long before it may be given up.
 2. `due` and `since` are on the journal's uptime clock, so time in which no process ran does not count.
-3. One that is claimed is due again when its lease is over; after a restart at once, for nobody has it.
+3. A claimed webhook is due again when its lease is over; after a restart at once, for no deliverer has it.
 """
 
 import sqlite3
@@ -14,7 +14,7 @@ from carpool.broker.journal_records import Counts
 from carpool.core.task import StoredTask
 from carpool.core.webhook import WEBHOOK_BYTES, DueWebhook, WebhookState, host_of, shown_url
 
-# Each costs some microseconds; who has more waits for the next look.
+# Each host costs some microseconds; those beyond wait for the next claim.
 HOSTS_A_CLAIM_MAX = 512
 SCHEMA = (
     """CREATE TABLE webhooks (
@@ -45,13 +45,13 @@ STATUS_NAMES: tuple[Literal["PENDING", "SUCCESS", "FAILED"], ...] = ("PENDING", 
 
 
 class WebhookRows:
-    """The webhooks of one file. Whoever changes their number says so in `counts`."""
+    """The webhooks of one file. Methods that change their number change `counts`, too."""
 
     def __init__(self, connection: sqlite3.Connection, counts: Counts) -> None:
         self._execute = connection.execute
         # Hosts are looked at in turn.
         self._last_host = ""
-        # Those of the transaction under way.
+        # The counts of the transaction under way.
         self.counts = counts
 
     def open(self) -> None:

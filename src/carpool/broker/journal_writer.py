@@ -3,7 +3,7 @@
 The loop puts operations into the queue; the thread takes what is there, makes one transaction of it, and
 hands all answers of that group back in one call. Rules:
 
-1. Nobody hears of a success before its commit. Operations of one group are all unanswered, so they count as
+1. No caller hears of a success before its commit. Operations of one group are all unanswered, so they count as
    simultaneous: they run by kind (what was read, append, finish, bury, delete, drop, webhooks), reads after the commit.
 2. A commit that fails fails its whole group, except results: an outcome must not be lost, so they are kept
    and tried again, apart from the groups, so that what frees space can get through meanwhile.
@@ -43,17 +43,17 @@ from carpool.core.histograms import Histogram
 logger = logging.getLogger("carpool")
 
 # How long the first write of a group waits for company. A sync of the disk takes 0.2 to 5 ms: 2 ms more is
-# hardly felt by somebody who is told to come back later, and saves most of the syncs of a busy journal.
+# hardly felt by a client that will poll for its result, and saves most of the syncs of a busy journal.
 GATHER_S = 0.002
-# Bounds the time the loop spends in the callbacks of one group, and how late the first of a burst is told.
+# Bounds the time the loop spends in the callbacks of one group, and how late the first of a burst is answered.
 GROUP_MAX = 1024
 # Expired rows removed in one transaction; more follow at once, with the groups in between.
 PURGE_MAX = 1000
 # How much uptime a crash can lose at most: with tasks or results stored, and with dead letters only, which
-# live for days. With nothing stored nobody's time runs, and the disk is left alone.
+# live for days. With nothing stored no lifetime runs, and the disk is left alone.
 TICK_S = 1.0
 SLOW_TICK_S = 5.0
-# How often it is looked how full the disk is.
+# How often the thread looks how full the disk is.
 DISK_LOOK_S = 10.0
 RETRY_FIRST_S = 0.05
 RETRY_LAST_S = 5.0
@@ -159,11 +159,11 @@ class Writer:
             self._post([(operation, disk_failed()) for operation in self._unwritten])
         try:
             self._store.close(self._now())
-        except Exception as error:  # whatever it is, somebody waits for the thread to leave
+        except Exception as error:  # whatever it is, `Journal.close` waits for the thread to leave
             logger.error("the journal could not be closed in order: %s", error)
         try:
             self._loop.call_soon_threadsafe(self._has_left)
-        except RuntimeError:  # the loop is closed: nobody waits
+        except RuntimeError:  # the loop is closed: no caller waits
             pass
 
     def _seconds_to_duty(self) -> float | None:
@@ -345,7 +345,7 @@ class Writer:
         try:
             disk = os.statvfs(path.parent)
         except OSError:
-            self.disk_free_share = 0.0  # nothing can be written where nobody can look
+            self.disk_free_share = 0.0  # a disk that cannot be looked at cannot be written
         else:
             self.disk_free_share = disk.f_bavail / max(1, disk.f_blocks)
 
@@ -364,7 +364,7 @@ class Writer:
             logger.error("the journal cannot be written: %s", error)
 
     def _note_evictions(self) -> None:
-        """Tell, once in a while, that dead letters had to go before anybody looked at them."""
+        """Log, once in a while, that old dead letters had to make room."""
         evicted = self._store.counts.dead_letters_evicted
         if evicted > self._evictions_logged and time.monotonic() - self._eviction_logged_at > EVICTION_LOG_S:
             self._eviction_logged_at = time.monotonic()

@@ -1,16 +1,16 @@
 """One lane's waiting requests in the order in which they should be served. Pure.
 
-1. Inside a tier: owners share fairly, by cost (`fair_line.py`); an owner's own requests in order of arrival; tasks
+1. Inside a tier: owners share fairly, by cost (`fair_queue.py`); an owner's own requests in order of arrival; tasks
    apart. Between tiers: the smallest `place` (arrival + the tier's target) of the tiers' longest-waiting requests goes
-   first. So those who pay go first, and nobody starves: a place never changes while later arrivals' places grow. With
-   `strict`, a higher tier always goes first, but for what is due to the lowest (`min_share.py`). What came in with a
-   burst has later places. So have tasks; those that are old enough go before synchronous requests, but for what is due
-   to these.
+   first. So higher tiers go first, and no request starves: its place stays while later arrivals' places grow. With
+   `strict`, a higher tier always goes first, but for what is due to the lowest (`min_share.py`). Requests of a burst
+   have later places. So have tasks; those that are old enough go before synchronous requests, but for what is due to
+   these.
 2. A request that was settled while it waited (client left, queue timeout) stays in its line until it comes to the
    head, but counts no longer. When the dead outnumber the living the line is rebuilt, so memory follows the living.
-3. A batch is bounded in bytes too: it ends before the request with which it would have too many. Nobody behind that
-   one overtakes it. The first is taken however large it is, so that the lane gets shorter, unless there is no room for
-   it at all.
+3. A batch is bounded in bytes too: it ends before the request with which it would have too many. No request
+   overtakes that one. The first is taken however large it is, so that the lane gets shorter, unless there is no
+   room for it at all.
 """
 
 from math import inf
@@ -36,7 +36,7 @@ class Ranks:
         self.tiers = tiers
         self.is_strict = strict
         # Synchronous requests by tier, then tasks by tier, then synchronous ones that came in late: those have later
-        # places, so they need lines of their own. Of a tier's two lines of synchronous requests the same one counts.
+        # places, so they need lines of their own. A tier's two lines of synchronous requests share one count.
         counts = [WaitingCount() for _ in range(2 * tiers)]
         self.stats_by_tier = counts + counts[:tiers]
         self.lowest = (tiers - 1, 3 * tiers - 1, 2 * tiers - 1)
@@ -48,8 +48,8 @@ class Ranks:
         stats_by_tier, tiers = self.stats_by_tier, self.tiers
         if any(stats_by_tier[index].waiting for index in range(tiers, 2 * tiers)):
             tasks = sum(request.is_task for request in batch)
-            # Tasks alone, though others are due: those who wait may not go now (they are quarantined, or their rank is
-            # a lower one). Nothing more is saved up for them, or those who come later would have it, and tasks nothing.
+            # Tasks alone, though synchronous requests are due: these may not go now (quarantined, or of a lower rank).
+            # They gain no credit for it, or later synchronous requests would spend it, and tasks would starve.
             if tasks < len(batch) or not self.synchronous.due():
                 waits = any(stats_by_tier[index].waiting for index in range(tiers))
                 self.synchronous.served(tasks, len(batch) - tasks, others_wait=True, lowest_waits=waits)
@@ -88,7 +88,7 @@ class Lane:
         self.model = model
         self.key = key
         self.is_quarantined = key.endswith(APART)
-        # Whose request it was that found the lane empty.
+        # The owner whose request found the lane empty.
         self.opener = ""
         self.waiting = 0
         self.waiting_bytes = 0
@@ -104,7 +104,7 @@ class Lane:
         return f"<Lane {self.model} waiting={self.waiting} dead={sum(line.dead for line in self._lines)}>"
 
     def highest_on_line(self) -> int | None:
-        """The highest tier of which somebody waits on the line; None if all that waits are tasks."""
+        """The highest tier of the synchronous requests that wait; None if only tasks wait."""
         tiers, lines = self._tiers, self._lines
         for tier in range(tiers):
             if lines[tier].longest_waiting() is not None or lines[2 * tiers + tier].longest_waiting() is not None:
@@ -179,7 +179,7 @@ class Lane:
             if due:
                 place = min(due)
             else:
-                step += 0.5  # behind the lanes that have some
+                step += 0.5  # behind the lanes with synchronous requests
         return step * STRICT_STEP_S + place
 
     def requests(self) -> list[Request]:
@@ -236,7 +236,7 @@ class Lane:
         return self._tiers <= index < 2 * self._tiers
 
     def _live_lines(self) -> list[tuple[int, float, int, Request]]:
-        """The lines with somebody waiting: rank, place, number, and the one that has waited longest."""
+        """The lines with requests that wait: rank, place, number, and the request that has waited longest."""
         live = []
         tiers = self._tiers if self._ranks.is_strict else 1
         for index, line in enumerate(self._lines):

@@ -1,7 +1,7 @@
 """The embedded broker: requests wait in this process.
 
 Bounded by count and bytes of everything admitted and not yet settled (waiting or running), and by the number of
-lanes in which requests wait. All settling goes through `settle`, the one place that keeps those counts true.
+lanes in which requests wait. `settle`, `settle_batch` and `withdraw` keep those counts true.
 """
 
 from collections import Counter, defaultdict
@@ -35,7 +35,7 @@ class WaitingLanes:
         self._tiers = tiers
 
     def by_tier(self) -> list[int]:
-        """In how many lanes some of a tier, or of those above it, wait on the line."""
+        """By tier, in how many lanes synchronous requests of it, or of tiers above it, wait."""
         counts = [0] * self._tiers
         for lane in self._lanes.values():
             if not lane.is_quarantined and (highest := lane.highest_on_line()) is not None:
@@ -47,7 +47,7 @@ class WaitingLanes:
         return self._opened.get(owner, 0)
 
     def waiting_in(self, lane_key: bytes) -> int:
-        """How many wait in a lane; none if those are tasks."""
+        """How many requests wait in a lane; 0 if all of them are tasks."""
         lane = self._lanes.get(lane_key)
         return lane.waiting if lane is not None and lane.highest_on_line() is not None else 0
 
@@ -78,9 +78,9 @@ class MemoryBroker:
         self._tiers = tiers
         # By model: what its lanes have in common.
         self._ranks: defaultdict[str, Ranks] = defaultdict(partial(Ranks, tiers, strict_order, min_share))
-        # Added to a task's place in the order: nobody waits on the line for it.
+        # Added to a task's place in the order: no client waits on a connection for it.
         self._task_patience_s = task_patience_s
-        # Model and owner of those who ride with one another only. Empty is false.
+        # Model and owner of the quarantined, who share batches with each other only. Empty is false.
         self._quarantined = quarantined
         self.events = events or Events()
         self._clock = clock
@@ -92,7 +92,7 @@ class MemoryBroker:
         # By model and owner: how many lanes with parameters it opened that still wait.
         self._opened: dict[str, Counter[str]] = {}
         self._idle: dict[tuple[str, bytes], Lane] = {}
-        # By model: bytes of the inputs that were taken and have no outcome yet; whom to tell that they became fewer.
+        # By model: bytes of the inputs that were taken and have no outcome yet; what to call when they become fewer.
         self._running_bytes: dict[str, int] = {}
         self._bytes_freed: dict[str, Callable[[], None]] = {}
         self._arrived: dict[str, Callable[[LaneQueue], None]] = {}
@@ -148,11 +148,11 @@ class MemoryBroker:
         return max((lane.waiting for lane in self._active[model].values() if not lane.is_quarantined), default=0)
 
     def queue_stats(self, model: str, tier: int, *, is_task: bool = False) -> QueueStats:
-        """Who waits of one tier, in all lanes of a model: synchronous requests, or tasks. It stays the same object."""
+        """What waits of one tier, in all lanes of a model: synchronous requests, or tasks. It stays the same object."""
         return self._ranks[model].stats_by_tier[tier + self._tiers * is_task]
 
     def lane_counts(self, model: str, batch_max: int) -> LaneCounts:
-        """Who waits of a model on the line, by lane."""
+        """The synchronous requests of a model that wait, by lane."""
         return WaitingLanes(self._active[model], self._opened[model], self._tiers, batch_max)
 
     def when_work_arrives(self, model: str, arrived: Callable[[LaneQueue], None]) -> None:
@@ -243,12 +243,12 @@ class MemoryBroker:
 
     def settle_batch(self, batch: Sequence[Request], outputs: Sequence[Output]) -> None:
         """Settle the members of a batch with their outputs: `settle` for many, on the hot path."""
-        if len(batch) != len(outputs):  # before anybody could get another's output
+        if len(batch) != len(outputs):  # before a client could get another's output
             raise ValueError(f"{len(outputs)} outputs for {len(batch)} requests")
         now, is_heard = self._clock(), bool(self.events.subscribers)
         settled = settled_bytes = counted = 0
         seconds: defaultdict[int, list[float]] = defaultdict(list)
-        # Those of whom nobody is told from here.
+        # Requests that subscribers do not hear of from here.
         others: set[int] = set()
         for request, output in zip(batch, outputs, strict=True):
             if request.phase != DONE:  # the client may have left meanwhile
@@ -258,9 +258,9 @@ class MemoryBroker:
                     counted += 1
                     if request.is_task:
                         self.waited.observe(request.taken - request.arrived)
-                    elif not request.is_shared:  # else those who share it are counted
+                    elif not request.is_shared:  # else the coalescer counts its members
                         seconds[request.tier].append(now - request.arrived)
-                # Before it is told: the next request of the same client may come from there.
+                # Before its waiter is called: the next request of the same client may come from there.
                 self.held -= 1
                 self.held_bytes -= request.size
                 request.settle(output, now)
@@ -283,7 +283,7 @@ class MemoryBroker:
             self._runs_no_more(batch[0].model, settled_bytes)
 
     def put_back(self, requests: Sequence[Request]) -> None:
-        """Let requests that were taken wait again, before those who came after them."""
+        """Let requests that were taken wait again, before requests that came after them."""
         lanes: dict[int, Lane] = {}
         now = self._clock()
         for request in requests:
@@ -303,13 +303,13 @@ class MemoryBroker:
             self._arrived[lane.model](lane)
 
     def rest(self, request: Request) -> None:
-        """Neither does a request that was taken run any more, nor does it wait yet; `put_back` lets it wait again."""
+        """A request that was taken runs no more, but does not wait yet; `put_back` lets it wait again."""
         if request.phase == RUNNING:
             request.phase = ADMITTED
             self._runs_no_more(request.model, request.size)
 
     def withdraw(self, request: Request) -> None:
-        """Take a waiting request out without an outcome: it stays with whoever keeps it for later."""
+        """Take a waiting request out without an outcome: it stays in the journal, or in Redis, for another process."""
         if request.phase <= QUEUED:
             self._leave(request)
             request.phase = DONE
@@ -358,20 +358,20 @@ class MemoryBroker:
             if request.deadline <= now:
                 self.settle(request, DeadlineExceeded("no result in time; the request was given up"))
             elif request.phase == QUEUED and not request.taken and request.queue_timeout_s < inf:
-                # Else it had its slot, and was put back; or it is shared, and each who waits has its own time.
+                # Else it had its slot, and was put back; or it is shared, and each member has its own timeout.
                 self.settle(request, queue_time_passed(request.queue_timeout_s))
             else:
                 self._deadlines.add_end(request)
 
     def before_task(self, request: Request) -> int | None:
-        """How many go before a task that waits: tasks by their places, and everybody on the line; else None."""
+        """How many go before a task that waits: tasks by their places, and all synchronous ones; else None."""
         tasks = self._task_places.before(request, self._clock())
         if tasks is None:
             return None
         return tasks + max(0, self.depth_of(request.model) - self._task_places.waiting_of(request.model))
 
     def place_of(self, request: Request) -> int:
-        """Where a request of this order stands: 1 for the next. Looks at all that wait: for a person who asks."""
+        """Where a request of this order stands: 1 for the next. Looks at all that wait: for operators only."""
 
         def rank(each: Request) -> tuple[int, float]:
             return each.tier if self._is_strict else 0, each.place
@@ -398,7 +398,7 @@ class MemoryBroker:
         lanes = self._active[request.model]
         if len(lanes) < self.lanes_max or request.lane_key in lanes:
             return False
-        # Whoever has opened less than its share of them is not refused because of what others have opened.
+        # An owner that opened less than its share of the lanes is not refused because of what others opened.
         opened = self._opened[request.model]
         own = opened[request.owner]
         return own >= max(1, self.lanes_max // (len(opened) + (own == 0)))

@@ -1,21 +1,21 @@
-"""The share of what is served that some get all the same, whatever the order. Pure.
+"""A minimum share of what is served, for requests that the order alone would starve. Pure.
 
-With strict order that is the lowest tier. In any order it is those who wait on the line: tasks go before them once they
-are old enough, and there may be very many of them.
+With strict order the lowest tier has one. In any order synchronous requests have one: tasks that are old enough go
+before them, and there may be very many tasks.
 
-What is served counts while they wait; every whole request of their share is due. What they get before others who wait
-is charged, also beyond what was due (a batch of a lane with nobody else in it), so that the share holds over time. What
-they get while nobody else waits is free.
+While such requests wait, each request served adds the share to their credit; each whole request of credit is due. What
+they get while other requests wait is charged, also beyond what was due (a batch of a lane without others), so that the
+share holds over time. What they get while no other request waits is free.
 """
 
-# Nobody saves up more than this.
+# The most credit that is saved up.
 DUE_MAX = 1024.0
 # What synchronous requests get of what is served, however many tasks are old enough to go first.
 SYNCHRONOUS_SHARE = 0.9
 
 
 class MinShare:
-    """Kept for one model. `debt_max`: of what they got beyond their share, so much is held against them."""
+    """Their credit. `debt_max`: at most so much of what they got beyond their share counts against them."""
 
     __slots__ = ("_credit", "_debt_max", "_share")
 
@@ -25,11 +25,11 @@ class MinShare:
         self._credit = 0.0
 
     def due(self) -> int:
-        """How many of them go first now."""
+        """How many of these requests go first now."""
         return int(self._credit) if self._credit >= 1.0 else 0
 
     def served(self, others: int, lowest: int, *, others_wait: bool, lowest_waits: bool) -> None:
-        """So many were served; who still waits."""
+        """Count a batch: how many others and how many of these it had, and whether either still wait."""
         if others_wait:
             self._credit -= lowest
         if lowest_waits:

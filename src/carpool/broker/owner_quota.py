@@ -3,7 +3,7 @@
 1. An owner may have `SHARE_COST` parked in a model and tier: a batch or so. What comes beyond that is over, and waits
    in a second line of the tier, behind what others send meanwhile.
 2. An owner's own requests keep their order: while some that are over are parked, so is what it sends.
-3. An owner that has been alone for a minute has nobody to share with: nothing of it is over.
+3. An owner that was the only one to send for a minute shares with no other: none of its requests is over.
 4. Only owners with something parked are remembered.
 """
 
@@ -37,11 +37,11 @@ class ParkedShares:
 
     def __init__(self) -> None:
         self.waiting = 0
-        # Those that came in late, with a burst, and how many owners have some.
+        # Requests that came in late, with a burst, and how many owners have some.
         self.late = self.late_owners = 0
         self._weight = 0
         self._owners: dict[str, OwnerShare] = {}
-        # Who came last, and until when others count as being about.
+        # The owner of the last request, and until when other owners count as present.
         self._last: str | None = None
         self._shared_until = 0.0
 
@@ -55,7 +55,7 @@ class ParkedShares:
 
     @property
     def owners(self) -> int:
-        """Owners of whom some are parked."""
+        """How many owners have requests parked."""
         return len(self._owners)
 
     def of(self, owner: str) -> int:

@@ -1,4 +1,4 @@
-"""Requests that wait at a gateway while others work for them, for any broker whose batchers are other processes.
+"""Requests that wait at a gateway while batchers work on them, for any broker whose batchers are other processes.
 
 A request is known by its number here: clients choose ids, and may repeat them. Its first outcome counts; what comes
 later is dropped.
@@ -90,15 +90,15 @@ class PendingRequests:
         return None
 
     def queue_stats(self, model: str, tier: int) -> QueueStats:
-        """Who has synchronous requests of one model and tier parked here. It stays the same object."""
+        """Synchronous requests of one model and tier parked here, by owner. It stays the same object."""
         return self._shares[model, tier]
 
     def oldest(self, model: str) -> float:
-        """When the one that has been here longest came; inf if there is none."""
+        """When the oldest parked request of a model came; inf if there is none."""
         return next((each.arrived for each in self._parked.values() if each.model == model), inf)
 
     def still_here(self, requests: Iterable[Request]) -> list[Request]:
-        """Those of them that wait here."""
+        """Those of these requests that are parked here."""
         parked = self._parked
         return [request for request in requests if parked.get(request.number) is request]
 
@@ -111,7 +111,7 @@ class PendingRequests:
         return list(self._parked.values())
 
     def due(self, now: float) -> list[Request]:
-        """Those that have waited for a slot as long as they may, or whose time is over."""
+        """Parked requests that have waited for a slot as long as they may, or whose time is over."""
         return self.still_here(self._deadlines.due(now))
 
     def await_end(self, request: Request) -> None:
@@ -130,7 +130,7 @@ class PendingRequests:
     def end(self, request: Request, outcome: Outcome) -> None:
         """Settle a parked request and give back what it counts for.
 
-        One that is not parked any more has its outcome: who was told before may have made it leave.
+        A request that is not parked any more has its outcome: the waiter of an earlier one may have cancelled it.
         """
         if request not in self:
             return
@@ -157,7 +157,7 @@ class PendingRequests:
         parked, now, is_heard = self._parked, self._clock(), bool(self._events.subscribers)
         settled, request = 0, None
         waits: list[float] = []
-        # By call, for those who wait on the line: how long ago it was taken, and by tier how long ago each came.
+        # By call, of synchronous requests: how long ago it was taken, and by tier how long ago each came.
         since_taken_s = [0.0] * len(calls)
         seconds: list[defaultdict[int, list[float]]] = [defaultdict(list) for _ in calls]
         told: defaultdict[str, tuple[list[Request], list[Output]]] = defaultdict(lambda: ([], []))
@@ -169,12 +169,12 @@ class PendingRequests:
                 continue
             request = found
             settled += 1
-            # Before it is told: the next request of the same client may come from there.
+            # Before its waiter is called: the next request of the same client may come from there.
             self.held -= 1
             self.held_bytes -= request.size
             if not request.is_task:
                 self._shares[request.model, request.tier].remove(request)
-                if not request.is_shared:  # else those who share it are counted
+                if not request.is_shared:  # else the coalescer counts its members
                     age_s = now - request.arrived
                     since_taken_s[call] = age_s - queue_s
                     seconds[call][request.tier].append(age_s)

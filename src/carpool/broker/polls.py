@@ -1,4 +1,4 @@
-"""Long polls: who waits at this process for the outcomes of tasks, wherever these are kept."""
+"""Long polls: clients that wait at this process for the outcomes of tasks, wherever these are kept."""
 
 import asyncio
 from collections.abc import Callable, Iterator
@@ -9,43 +9,43 @@ from carpool.core.errors import CarpoolError, UnknownTask
 from carpool.core.ports import Caller
 from carpool.core.task import StoredTask
 
-# Returns False if nobody was there to read it.
+# Returns False if the client was gone.
 WhenPolled = Callable[[StoredTask | CarpoolError], bool | None]
 
 
 class Poll(msgspec.Struct, eq=False):
-    """Somebody who wants to know what became of a task."""
+    """A client that wants to know what became of a task."""
 
     caller: Caller
     task_id: str
     answer: WhenPolled
     forget: bool
-    # None for one that does not wait, or no longer.
+    # None for a poll that does not wait, or no longer.
     timer: asyncio.TimerHandle | None = None
     has_left: bool = False
 
     def leave(self) -> None:
-        """Whoever waited was told, or has left. It refers to this, so this must not refer to it."""
+        """The client was answered, or has left: drop `answer`, which refers back to this poll."""
         self.has_left, self.answer = True, _tell_nobody
 
     def tell(self, found: StoredTask | CarpoolError | None) -> bool:
-        """Answer with what was found; says whether that was an outcome, and somebody was there to read it."""
+        """Answer with what was found; says whether that was an outcome, and the client was there to read it."""
         if self.has_left:
             return False
         if found is None or self.is_hidden(found):
             found = no_such_task()
         answer = self.answer
         self.leave()
-        # Whoever hung up meanwhile must be able to come back for it.
+        # A client that hung up meanwhile must be able to come back for the result.
         return answer(found) is not False and isinstance(found, StoredTask) and found.status != "PENDING"
 
     def is_hidden(self, found: object) -> bool:
-        """Whether that is a task of somebody else."""
+        """Whether that is a task that this caller may not see."""
         return isinstance(found, StoredTask) and not self.caller.may_see(found.owner)
 
 
 class Polls:
-    """Those who wait, by task."""
+    """The polls that wait, by task."""
 
     def __init__(self, waited_enough: Callable[[Poll], None]) -> None:
         self._waited_enough = waited_enough
@@ -55,7 +55,7 @@ class Polls:
         return f"<Polls {sum(map(len, self._waiting.values()))}>"
 
     def __iter__(self) -> Iterator[str]:
-        """The tasks for which somebody waits."""
+        """The tasks for which polls wait."""
         return iter(self._waiting)
 
     def __len__(self) -> int:
@@ -65,7 +65,7 @@ class Polls:
         return task_id in self._waiting
 
     def wait(self, poll: Poll, seconds: float) -> None:
-        """Let somebody wait, not longer than this."""
+        """Let a poll wait, not longer than this."""
         poll.timer = asyncio.get_running_loop().call_later(seconds, self._time_is_over, poll)
         self._waiting.setdefault(poll.task_id, []).append(poll)
 
@@ -82,12 +82,12 @@ class Polls:
         return True
 
     def leave(self, poll: Poll) -> None:
-        """Whoever waited has left."""
+        """The client has left."""
         poll.leave()
         self.remove(poll)
 
     def take(self, task_id: str) -> list[Poll]:
-        """Whoever waits for a task, no longer until a time."""
+        """Remove and return the polls that wait for a task; their timers are cancelled."""
         polls = self._waiting.pop(task_id, [])
         for poll in polls:
             if poll.timer is not None:
@@ -96,7 +96,7 @@ class Polls:
         return polls
 
     def take_all(self) -> list[Poll]:
-        """Whoever waits."""
+        """Remove and return all polls."""
         return [poll for task_id in list(self._waiting) for poll in self.take(task_id)]
 
     def _time_is_over(self, poll: Poll) -> None:
@@ -109,5 +109,5 @@ def _tell_nobody(found: StoredTask | CarpoolError) -> bool:
 
 
 def no_such_task() -> UnknownTask:
-    """What is told of a task that never was, has expired, was deleted, or is somebody else's: always the same."""
+    """The error for a task that never was, has expired, was deleted, or is another owner's: always the same."""
     return UnknownTask("there is no such task, or its result has expired; results are kept for a limited time")

@@ -1,4 +1,4 @@
-"""How many wait, in all and by owner (core.ports.QueueStats). Pure."""
+"""How many requests wait, in all and by owner (core.ports.QueueStats). Pure."""
 
 # So many bytes of an input cost as much as the request itself.
 COST_BYTES = 4096
@@ -12,9 +12,9 @@ class WaitingCount:
     def __init__(self) -> None:
         self.waiting = 0
         self.bytes = 0
-        # Only owners who wait.
+        # Only owners with requests that wait.
         self.by_owner: dict[str, int] = {}
-        # Those that came in late, with a burst.
+        # Requests that came in late, with a burst.
         self.late = 0
         self.late_by_owner: dict[str, int] = {}
 
@@ -37,7 +37,7 @@ class WaitingCount:
 
     @property
     def late_owners(self) -> int:
-        """How many owners have such that came in late."""
+        """How many owners have requests that came in late."""
         return len(self.late_by_owner)
 
     def late_of(self, owner: str) -> int:
@@ -45,12 +45,12 @@ class WaitingCount:
         return self.late_by_owner.get(owner, 0)
 
     def add_late(self, owner: str) -> None:
-        """One that came in late waits."""
+        """A request that came in late waits."""
         self.late += 1
         self.late_by_owner[owner] = self.late_by_owner.get(owner, 0) + 1
 
     def remove_late(self, owner: str) -> None:
-        """One that came in late waits no more."""
+        """A request that came in late waits no more."""
         self.late -= 1
         left = self.late_by_owner[owner] - 1
         if left:

@@ -19,7 +19,7 @@ PAGE_BYTES_MAX = 16 * 1024 * 1024
 class ReplayRun:
     """Many replays, until no more tasks are accepted.
 
-    It ends: letters that its own tasks come back as are younger than where it stops.
+    It ends: its own tasks that fail again become letters newer than `last`, where it stops.
     """
 
     def __init__(self, replay: Callable[[int], Awaitable[Replayed]]) -> None:
@@ -50,7 +50,7 @@ class ReplayRun:
         elif isinstance(result, UnknownModel | Malformed):
             self._reason = result  # no hindrance to the others
         elif isinstance(result, NotFound):
-            pass  # somebody was quicker
+            pass  # another caller replayed or dropped it first
         elif isinstance(result, CarpoolError):
             self._reason = result
             self.may_go_on = False
@@ -88,12 +88,12 @@ def not_served() -> UnknownModel:
 
 
 def no_such_letter() -> NotFound:
-    """What is told of a dead letter that is not there any more."""
+    """The error for a dead letter that is not there any more."""
     return NotFound("there is no such dead letter; it was replayed, dropped, or has expired")
 
 
 async def answer_of(ask: Callable[[Callable[[Any], None]], None]) -> Any:
-    """What a callback is told; an error is raised. Whoever asked may have been cancelled meanwhile."""
+    """What `ask` hands to its callback; an error is raised. The caller may have been cancelled meanwhile."""
     told: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
 
     def done(answer: Any) -> None:

@@ -1,7 +1,7 @@
 """Where tasks stand in the queue of this process. Pure.
 
 1. Polls come by the thousand, and tens of thousands of tasks may wait: no poll looks at them all. They are put in order
-   at most once in as much time as that costs little of, however many ask; so what is told is up to a second old.
+   so rarely that this costs little time, however many polls come; so the places that they get are up to a second old.
 2. The order is that of their places. Owners that wait for each other's turn may change it a little.
 """
 

@@ -1,8 +1,8 @@
 """Tasks: requests that outlive their client, and this process.
 
 1. A task is accepted (202) only when the journal has committed it; only then is it queued.
-2. Its outcome is told to nobody before the journal has committed it, so no reader ever sees a result that a crash
-   could take back. First written result wins.
+2. No client gets its outcome before the journal has committed it, so no reader ever sees a result that a crash could
+   take back. First written result wins.
 3. While a task has no outcome it is in `_live`; afterwards the journal alone knows it, so memory holds no results.
 4. A task that the upstream failed is also a dead letter: kept with its input for a person to look at.
 """
@@ -29,7 +29,7 @@ from carpool.core.timeline import RequestState, state_of
 
 
 def unknown_capacity(model: str) -> float:
-    """Where nothing is known of what can be served."""
+    """The capacity where nothing is known of it."""
     return 0.0
 
 
@@ -53,7 +53,7 @@ class Tasks:
         capacity_rps: Callable[[str], float] = unknown_capacity,
         # Keeps the result of a task for requests that are the same.
         keep_result: Callable[[SameKey, Output], None] = do_nothing,
-        # Called when an outcome that is to be sent somewhere is safe.
+        # Called when an outcome that is to be sent to a webhook is safe.
         webhook_is_due: Callable[[], None] = do_nothing,
         clock: Clock = monotonic,
     ) -> None:
@@ -117,7 +117,7 @@ class Tasks:
         return count
 
     def send_restored(self) -> None:
-        """Queue them, now that this process has its ports: without, it would leave again with work under way."""
+        """Queue the restored tasks once this process has its ports: without them it would exit with work under way."""
         restored, self._restored = self._restored, []
         for request in restored:
             if request.phase == ADMITTED:  # else it was deleted meanwhile
@@ -160,13 +160,13 @@ class Tasks:
         self._journal.append(record_of(request, task.submitted_wall, deadline), committed, letter_id)
 
     def _full(self) -> CarpoolError | None:
-        """Tasks wait for minutes: they must leave room for those who wait on the line."""
+        """Tasks wait for minutes: they must leave room for synchronous requests."""
         if len(self._live) < self._waiting_max:
             return None
         return QueueFull("too many tasks are waiting; try again later", retry_after_s=10)
 
     def settled(self, request: Request, outcome: Outcome) -> None:
-        """Write a task's outcome; when that is safe, wake those who wait for it."""
+        """Write a task's outcome; when that is safe, wake the polls that wait for it."""
         if request.id not in self._live or isinstance(outcome, ClientLeft | Draining):
             return  # never accepted, or deleted, or left to the next process
         dead_letter: DeadLetter | None = None
@@ -210,7 +210,7 @@ class Tasks:
             self._journal.read(task_id, found)
 
     def leave(self, poll: Poll) -> None:
-        """Whoever waited has left."""
+        """The client of a poll has left."""
         self._polls.leave(poll)
 
     def delete(self, caller: Caller, task_id: str, done: Callable[[CarpoolError | None], None]) -> None:

@@ -2,9 +2,9 @@
 
 1. The process whose step ended a task counts it. It gives each such step a receipt, and the step leaves what it ended
    under that receipt, in a hash of this process in the shard.
-2. What a reply tells is counted, and the receipt is removed. Where a reply was lost, the hash is asked for, some times:
-   Redis may still have the step of a lost connection to read.
-3. A receipt that was counted is remembered until Redis has removed it. If the process dies, nobody counts the rest.
+2. What a reply tells is counted, and the receipt is removed. Where a reply was lost, the process reads the hash, some
+   times: Redis may still have the step of a lost connection to read.
+3. A receipt that was counted is remembered until Redis has removed it. If the process dies, the rest is not counted.
 """
 
 import secrets
@@ -34,7 +34,7 @@ class EndedTasks:
         self._numbers = count(1)
         # Receipts that were counted, and that Redis may still have.
         self._counted: defaultdict[Shard, set[bytes]] = defaultdict(set)
-        # How often more a shard is asked for receipts.
+        # How many more times a shard is asked for receipts.
         self._doubtful: dict[Shard, int] = {}
         # Runs while there are some.
         self._tries = Every(RETRY_S, self._try)

@@ -34,7 +34,7 @@ PENDING, SUCCESS, FAILED = b"P", b"S", b"F"
 
 
 class UnknownFormatError(Exception):
-    """Another version of Carpool wrote this, or somebody else."""
+    """Another version of Carpool wrote this, or another program."""
 
 
 class NewerFormatError(UnknownFormatError):
@@ -94,9 +94,9 @@ class Reply(msgspec.Struct, frozen=True, array_like=True):
     outputs: list[tuple[int, int, float, bytes, int | None]] = []
     # Number, the error's code, its detail, its Retry-After.
     errors: list[tuple[int, str, str, int | None]] = []
-    # Tasks with an outcome for which somebody waits at this gateway.
+    # Tasks with an outcome for which a client waits at this gateway.
     finished: list[str] = []
-    # Gateways that look for a request, with its id; and what is told to one that looked.
+    # Gateways that look for a request, with its id; and answers to a gateway that looked.
     wanted: list[tuple[bytes, str]] = []
     found: list[tuple[str, RequestState]] = []
     # Of each of `errors`, the number of its call in `calls`, -1 if nothing is known of that; seconds in the queue.
@@ -144,7 +144,7 @@ def decode_header(data: bytes) -> Header:
 def encode_record(
     number: int, request_id: str, owner: str, remaining_ms: int, more: bytes = b"", sent_ms: int = 0
 ) -> bytes:
-    """What an entry's value begins with; the client's bytes follow. No time may be left.
+    """What an entry's value begins with; the client's bytes follow. The remaining time may be over.
 
     Ids and owners are at most 255 ASCII characters: the face and admission see to that.
     """

@@ -8,18 +8,18 @@ evenly, they share the shards evenly.
 |---|---|---|
 | `<ns>:{tag}:lanes` | hash | the streams that may have entries: `<lane>:<line>` → what its line adds to a time, whether
   the lane counts against the bound, its model |
-| `<ns>:{tag}:heads:<model>` | zset | the streams that have entries nobody took, by the place of the first |
+| `<ns>:{tag}:heads:<model>` | zset | the streams that have entries no batcher took, by the place of the first |
 | `<ns>:{tag}:sizes` | hash | by stream: entries held (`h…`) and unread (`u…`); `looks`: the last number in `leased` |
 | `<ns>:{tag}:leased`, `:idle` | zset | streams with leases, in the order of looking; streams without entries |
 | `<ns>:{tag}:openers`, `:opened`, `:lines` | hash | lanes that count: who opened them, how many each, lines |
-| `<ns>:{tag}:counts` | hash | `held`: entries without an outcome, `unread`: those nobody took yet, `unread:<line>`: of
+| `<ns>:{tag}:counts` | hash | `held`: entries without an outcome, `unread`: those no batcher took, `unread:<line>`: of
   one line; `letter`: the last letter's id, `letter_bytes`, `letters_counted` (ms); `input_bytes`, `result_bytes`,
   `read_bytes`, their parts (scripts/bytes.lua) |
 | `<ns>:{tag}:q:<lane>:<line>` | stream | the entries of one lane and one line (a tier: synchronous requests, those of
-  them that exceed their owner's share, or tasks) |
+  them that came in late or exceed their owner's share, or tasks) |
 | `<ns>:{tag}:task:<id>` | hash | a task and its result |
 | `<ns>:{tag}:read` | list | tasks whose results were read, in that order: they go first where there is no room |
-| `<ns>:{tag}:gone:<lane>:<line>` | zset | numbers of tasks that were removed before somebody took them |
+| `<ns>:{tag}:gone:<lane>:<line>` | zset | numbers of tasks that were removed before a batcher took them |
 | `<ns>:{tag}:letters`, `:letter` | zset, hash | ids of dead letters in order; their contents by id |
 | `<ns>:{tag}:hooks`, `:hooks:<host>` | zset | hosts that outcomes are to be sent to, by when the first is due; tasks
   of one host by when each is (`hooks`, `hook_bytes` in `counts`) |
@@ -32,7 +32,7 @@ evenly, they share the shards evenly.
   model |
 | `<ns>:replies:{<gateway>}` | stream | outcomes for one gateway's parked requests |
 | `<ns>:{fleet}:gateways`, `:batchers` | hash | who lives: name → heartbeat |
-| `<ns>:{fleet}:live` | hash | only while somebody looks at the live page: name → the last second of a process |
+| `<ns>:{fleet}:live` | hash | only while an operator looks at the live page: name → the last second of a process |
 | `<ns>:{fleet}:keys`, `:keys-version` | hash | API keys: name → digest and terms; `now`: another text at each change |
 """
 
@@ -158,6 +158,6 @@ def line_name(tier: int, is_task: bool, is_over: bool = False, is_late: bool = F
 
 
 def tier_of(line: bytes) -> int:
-    """The tier of a line; -1 for a line that somebody else made."""
+    """The tier of a line; -1 for a line that another program made."""
     number = line[1:]
     return int(number) if number.isdigit() else -1

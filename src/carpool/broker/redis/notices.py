@@ -1,6 +1,6 @@
-"""Telling gateways that a task, for which somebody waits there, has its outcome or is gone.
+"""Telling gateways that a task, for which a client waits there, has its outcome or is gone.
 
-Only a hint: a gateway that is not told looks by itself within a second. So nothing is tried again.
+Only a hint: a gateway that misses a notice looks by itself within a second. So no notice is sent again.
 """
 
 from carpool.broker.redis.client.link import ignore

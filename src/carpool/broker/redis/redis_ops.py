@@ -36,7 +36,7 @@ from carpool.core.webhook import DueWebhook, WebhookState, shown_url
 
 Found = TypeVar("Found")
 Argument = bytes | int | str
-# What came of a step.
+# Called with the result of a step.
 Done = Callable[[Found | RedisFailure], None]
 # More than the script behind plain commands ever takes on the wire, and more than the read of a stream does.
 SCRIPT_BYTES_MAX = 64 * 1024
@@ -44,7 +44,7 @@ READ_BYTES_MAX = 1024
 # The time of rate limits in rates.lua: eighths of a microsecond.
 TICKS_A_SECOND = 8_000_000
 TICKS_A_MINUTE = 60 * TICKS_A_SECOND
-# So long a gateway's lease is remembered of which nothing is heard; more than it lives at the gateway.
+# So long Redis remembers the lease of a silent gateway; longer than the gateway itself uses it.
 LEASE_KEPT_MS = 3000
 
 
@@ -116,7 +116,7 @@ class TaskResult(NamedTuple):
     value: bytes
     # Is kept with it; empty for none.
     letter: bytes
-    # Who gives it, by a name that nobody else has: one who asks again because a reply was lost is known by it.
+    # A unique name of this result: a batcher that writes it again because a reply was lost is known by it.
     finisher: bytes
     # From its submission to this outcome.
     age_ms: int
@@ -125,9 +125,9 @@ class TaskResult(NamedTuple):
 class Finished(NamedTuple):
     """What became of a task's result."""
 
-    # It is this finisher's.
+    # Redis keeps this finisher's result.
     was_first: bool
-    # Names of the gateways where somebody waits for it.
+    # Names of the gateways where a client waits for it.
     gateways: bytes
     letters_dropped: int
 
@@ -146,7 +146,7 @@ class LookedAt(NamedTuple):
 class Removed(NamedTuple):
     """A task that was there."""
 
-    # Names of the gateways where somebody waits for it.
+    # Names of the gateways where a client waits for it.
     gateways: bytes
     # If it had no result.
     ended: EndedTask | None
@@ -218,7 +218,7 @@ class RedisOps:
         self._run(scripts.ARRIVED, shard, arguments, arrived)
 
     def count_again(self, shard: Shard, fields: Iterable[bytes]) -> None:
-        """Of what was to be added to these streams some was refused: see what is there."""
+        """Have Redis count these streams again: some of what was to be added was refused."""
         self._run(scripts.LEVEL, shard, (self._now_ms(), 0, *(part for field in fields for part in (field, 0))), ignore)
 
     def submit(
@@ -239,7 +239,7 @@ class RedisOps:
     ) -> None:
         """Queue as many as there is room for. `tasks`: id, owner, client id of each, ms until its own deadline or "",
         where its outcome is sent or ""; `task_bounds`: most bytes of inputs, of inputs and results, ms until they are
-        over, and until they are accepted although nobody said so (0: now); `letter`: the dead letter that becomes one.
+        over, and until they count as accepted by themselves (0: now); `letter`: the dead letter that becomes one.
 
         `eval_on`: other connections, on which nothing is sent again behind what follows.
         """
@@ -276,12 +276,12 @@ class RedisOps:
             eval_on.send(shard.slot, told, b"EVAL", source, 1, shard.counts, *arguments)
 
     def accept_tasks(self, shard: Shard, task_ids: Sequence[str], done: Done[int]) -> None:
-        """Their submitters are told that they are accepted: from now on they may have outcomes."""
+        """Let these tasks have outcomes: their gateway has accepted them."""
         self.nodes.send(shard.slot, reading(int, done), b"ZREM", shard.unsure, *task_ids)
 
     def cancel(self, shard: Shard, entries: Iterable[tuple[bytes, bytes, int]], done: Done[list[bool]]) -> None:
-        """Delete entries (field, id, and in which case: NOT_HELD, LEFT or NOT_TAKEN). Where nobody waits for one any
-        more, the batcher that has it is told. Says of each whether it was deleted while no batcher had it.
+        """Delete entries (field, id, and in which case: NOT_HELD, LEFT or NOT_TAKEN). Where no client waits for
+        one any more, its batcher gets a message. Says of each whether it was deleted while no batcher had it.
         """
         arguments: list[Argument] = []
         for entry in entries:
@@ -306,7 +306,7 @@ class RedisOps:
         """Take so many from each of these streams, if any, and look what waits in the shard. A plain read costs Redis a
         quarter of a script that has to carry the entries; the script behind it only counts.
         """
-        # All of it or nothing: what comes when the script has failed is nobody's until its lease is over.
+        # All of it or nothing: a batcher can only give back entries that come without the script's answer.
         if not self.nodes.has_room(shard.slot, READ_BYTES_MAX * len(reads) + SCRIPT_BYTES_MAX):
             asyncio.get_running_loop().call_soon(done, NoRoom("too much waits for Redis"))
             return
@@ -360,7 +360,7 @@ class RedisOps:
         claims: Sequence[Claim],
         done: Done[Taken],
     ) -> None:
-        """Take entries whose leases are over. `terms`: most deliveries, most of a company that is not small."""
+        """Take entries whose leases are over. `terms`: most deliveries, and the company in which none is a suspect."""
         arguments: list[Argument] = [consumer, self._now_ms(), lease_ms, *terms]
         for claim in claims:
             arguments += (claim.model, claim.batches, claim.largest, claim.suspects, claim.left)
@@ -374,7 +374,7 @@ class RedisOps:
         self._run(scripts.CLAIM, shard, arguments, reading(understand, done))
 
     def uncount(self, shard: Shard, field: bytes, consumer: bytes, entry_id: bytes, deliveries: int) -> None:
-        """An entry that this batcher has keeps its lease, and has been delivered so often."""
+        """Set how often an entry that this batcher has was delivered; it keeps its lease."""
         claim = (b"XCLAIM", shard.stream(field), GROUP, consumer, 0, entry_id)
         self.nodes.send(shard.slot, ignore, *claim, b"IDLE", 0, b"RETRYCOUNT", deliveries, b"JUSTID")
 
@@ -389,7 +389,7 @@ class RedisOps:
         self._run(scripts.RENEW, shard, (consumer, *ids_arguments(ids)), reading(lost, done))
 
     def release(self, shard: Shard, consumer: bytes, entries: Mapping[bytes, Sequence[tuple[bytes, int]]]) -> None:
-        """Let others have entries, by stream, each with what is carried along (batcher/history.py).
+        """Let other batchers have entries, by stream, each with what is carried along (batcher/history.py).
 
         If this is lost, the leases end by themselves.
         """
@@ -399,7 +399,7 @@ class RedisOps:
         self._run(scripts.RELEASE, shard, arguments, ignore)
 
     def forget_entries(self, shard: Shard, ids: Mapping[bytes, Sequence[bytes]], done: Done[int]) -> None:
-        """They have their outcomes."""
+        """Delete entries that have their outcomes."""
         self._run(scripts.DONE, shard, (self._now_ms(), *ids_arguments(ids)), reading(int, done))
 
     def sweep(
@@ -460,7 +460,7 @@ class RedisOps:
         *,
         with_standing: bool,
     ) -> None:
-        """A task; the gateway, if one is given, is told when it has an outcome. `late`: what it gets if
+        """A task; the gateway, if one is given, gets a notice when it has an outcome. `late`: what it gets if
         its time is over, ms that this is kept, and the receipt for its end.
         """
         problem, kept_ms, receipt = late
@@ -483,7 +483,7 @@ class RedisOps:
         self._run(scripts.FORGET, self.keys.shard_of_task(task_id), arguments, reading(removed, done))
 
     def were_read(self, shard: Shard, task_ids: Sequence[str], done: Done[int]) -> None:
-        """Somebody has the results of these tasks; tells how many such results the shard has."""
+        """Clients have the results of these tasks; tells how many such results the shard has."""
         self._run(scripts.WAS_READ, shard, (self._now_ms(), *task_ids), reading(int, done))
 
     def ends(self, shard: Shard, name: bytes, done: Done[dict[bytes, list[EndedTask]]]) -> None:
@@ -496,7 +496,7 @@ class RedisOps:
         self.nodes.send(shard.slot, reading(found, done), b"HGETALL", shard.ends(name))
 
     def forget_ends(self, shard: Shard, name: bytes, numbers: Sequence[bytes], done: Done[int]) -> None:
-        """They were counted."""
+        """Remove receipts that were counted."""
         self.nodes.send(shard.slot, reading(int, done), b"HDEL", shard.ends(name), *numbers)
 
     def state_of_task(self, task_id: str, lease_ms: int, done: Done[RequestState | None]) -> None:
@@ -508,7 +508,7 @@ class RedisOps:
         """Whether a batcher has an entry."""
 
         def leased(reply: Any) -> bool:
-            # The entry's id, who has it, and for how many ms nothing was heard of that.
+            # The entry's id, the batcher that has it, and for how many ms that has not renewed its lease.
             return bool(reply) and reply[0][2] < lease_ms
 
         pending = (b"XPENDING", shard.stream(field), GROUP, entry_id, entry_id, 1)
@@ -517,7 +517,7 @@ class RedisOps:
     # Results that are kept for requests that are the same.
 
     def find_results(self, shard: Shard, keys: Sequence[bytes], done: Done[list[bytes | None]]) -> None:
-        """The results with these keys; None for each that is not there, or if that cannot be told."""
+        """The results with these keys; None for each that is not there, or that Redis did not answer for."""
         replies: list[list[bytes | None]] = []
 
         def came(reply: Any) -> None:
@@ -548,8 +548,8 @@ class RedisOps:
         kept_ms: int,
         done: Callable[[Refused | None], None],
     ) -> None:
-        """Keep results (keys and values in turn; their bytes, and those of the smallest), and see to it that there are
-        at most twice as many bytes. Tells why they are there and not counted, or None.
+        """Keep results (keys and values in turn; their bytes, and those of the smallest), and bound what is kept to
+        twice `bytes_max`. Tells why they are there and not counted, or None.
         """
         written: list[Any] = []
 
@@ -561,7 +561,7 @@ class RedisOps:
         self._run(scripts.KEEP, shard, (bytes_max, kept_ms, len(results) // 2, *sizes), counted)
 
     def drop_results(self, shard: Shard, done: Done[int]) -> None:
-        """Keep none of those that are there."""
+        """Drop all results that are kept."""
         self._run(scripts.KEEP, shard, (0,), reading(int, done))
 
     # Dead letters.
@@ -594,7 +594,7 @@ class RedisOps:
     async def claim_webhooks(
         self, shard: Shard, limit: int, lease_ms: int, host_max: int, busy: Mapping[str, int]
     ) -> list[DueWebhook]:
-        """Some that are due, and that nobody else gets for so long."""
+        """Some that are due, and that no other gateway gets for so long."""
         arguments: list[Argument] = [limit, host_max, lease_ms, self._now_ms()]
         arguments += [part for pair in busy.items() for part in pair]
         rows = await self._ask(scripts.HOOK_CLAIM, shard, arguments)
@@ -619,7 +619,7 @@ class RedisOps:
         await self._ask(scripts.HOOK_END, shard, arguments)
 
     async def webhooks(self, shard: Shard, limit: int) -> list[WebhookState]:
-        """Some of those that wait, the next first."""
+        """Some of the webhooks that wait, the next first."""
         return [
             WebhookState(
                 task_id.decode(),
@@ -636,12 +636,12 @@ class RedisOps:
         ]
 
     async def webhook_hosts(self, shard: Shard) -> list[bytes]:
-        """Those to which something is to be sent."""
+        """The hosts to which webhooks are to be sent."""
         hosts: list[bytes] = await self.nodes.ask(shard.slot, b"ZRANGE", shard.hooks, 0, -1)
         return hosts
 
     async def retry_webhook(self, shard: Shard, task_id: str) -> int:
-        """Let one be due now, unless somebody is sending it; how many."""
+        """Let one be due now, unless a gateway is sending it; how many."""
         retried, _ = await self._ask(scripts.HOOK_RETRY, shard, (task_id, b"", 0, 0, self._now_ms()))
         return int(retried)
 
@@ -671,7 +671,7 @@ class RedisOps:
         return taken._replace(view=self._at_latest(taken.view, asked_at))
 
     def _at_latest(self, view: ShardSnapshot, asked_at: float) -> ShardSnapshot:
-        """An answer may lie in a socket for long, with entries whose time runs on: by now it is so late at most."""
+        """Set the latest time that it can be by now: an answer may lie in a socket while its entries' time runs on."""
         if self._now_ms():
             return view
         return view._replace(now_ms=view.now_ms + int((monotonic() - asked_at) * 1000))
@@ -694,7 +694,7 @@ def read(reply: Any, understand: Callable[[Any], Found]) -> Found | RedisFailure
 
 
 def reading(understand: Callable[[Any], Found], done: Done[Found]) -> Callable[[Any], None]:
-    """Have `done` told what a reply says."""
+    """Call `done` with what a reply says."""
     return lambda reply: done(read(reply, understand))
 
 
@@ -766,7 +766,7 @@ def ended_task(task_id: bytes | str, owner: bytes, model: bytes, age_ms: int, fi
 
 
 def unpack_facts(packed: bytes) -> list[Any]:
-    """What a script has packed, as if it had told it."""
+    """What a script has packed, as if it had sent it."""
     facts = msgspec.msgpack.decode(packed, type=list[str | int])
     return [fact.encode() if isinstance(fact, str) else fact for fact in facts]
 

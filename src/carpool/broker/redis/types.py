@@ -5,18 +5,18 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-# An entry's id and its fields, as Redis sends them. Nobody says what they contain.
+# An entry's id and its fields, as Redis sends them, unchecked.
 StreamEntry = Sequence[Any]
 # Which suspects of a model may come.
 NONE, WITH_COMPANY, ANY = 0, 1, 2
 # Which entries that were given back a claim leaves to others.
 NOTHING, OWN, FINAL = 0, 1, 2
-# In which case a gateway deletes an entry: no batcher has it; nobody waits for it; no batcher has it, or had it before.
+# When a gateway deletes an entry: no batcher has it; no client waits for it; no batcher has it, or had it before.
 NOT_HELD, LEFT, NOT_TAKEN = 0, 1, 2
 
 
 class Head(msgspec.Struct):
-    """A stream with entries that nobody took."""
+    """A stream with entries that no batcher took."""
 
     field: bytes
     model: str

@@ -3,7 +3,7 @@
 1. A host is on the list, as it stands or below a `*.`; with the port that the list names, else with the scheme's own.
 2. `https`, unless `http` is allowed too. No user, no fragment, nothing that two parsers could read in two ways.
 3. What counts is the address that is connected to, whatever the name said before (`is_allowed`): it is public. Private
-   and loopback ones may be allowed. Never allowed are those at which clouds tell their secrets, wherever these are, and
+   and loopback ones may be allowed. Never allowed are the metadata addresses of clouds, wherever these are, and
    all that IANA's registries of special-purpose addresses have beside: link-local, shared, multicast, reserved.
    An IPv4 address inside an IPv6 one counts as what it is.
 4. The registries are written down here: what `ipaddress` has of them differs from one release of Python to the next.

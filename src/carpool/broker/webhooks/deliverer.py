@@ -3,9 +3,9 @@
 1. At least once: a webhook leaves the outbox when its receiver has said 2xx, or when it is given up. A process that
    sends it again, after a crash or a lost answer, sends the same `webhook-id` and body: both come from what is kept
    with the outcome. Where a failover has lost an outcome, and the task ran again, that is another webhook.
-2. So many are sent at once, so many bytes, and so many to one host. The outbox gives none of a host that has its share,
-   and what waits behind it: a receiver that is slow or dead holds up its own only.
-3. A process that leaves finishes what it is sending, for a moment; the rest is due again for whoever comes next.
+2. What is sent at once is bounded in number, in bytes and for each host. The outbox passes over a host that has its
+   share, and gives what waits behind it: a receiver that is slow or dead holds up its own webhooks only.
+3. A process that leaves finishes what it is sending, for a moment; the rest is due again for the next deliverer.
 4. No URL and no payload reaches a log: ids and hosts do.
 """
 
@@ -32,13 +32,13 @@ if TYPE_CHECKING:  # slow to import, and most send no webhooks
 
 logger = logging.getLogger("carpool")
 
-# How often it is looked whether something is due; what is new is told by `notify`, where the outbox is in this process.
+# How often the deliverer looks for due webhooks; `notify` tells it of new ones, where the outbox is in this process.
 LOOK_S = 1.0
 # Beyond the time that an attempt may take.
 LEASE_SPARE_S = 10.0
 IN_FLIGHT_BYTES_MAX = 64 * 1024 * 1024
 CLOSE_PATIENCE_S = 2.0
-# A longer one would hold up the loop.
+# To sign a longer body would hold up the loop: a thread does it.
 SIGNED_HERE_BYTES_MAX = 1024 * 1024
 
 

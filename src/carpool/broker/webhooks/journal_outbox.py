@@ -11,7 +11,7 @@ from carpool.core.webhook import DueWebhook, WebhookState
 
 
 class JournalOutbox:
-    """Those of one journal; its only deliverer is in the same process."""
+    """The webhooks of one journal; its only deliverer is in the same process."""
 
     def __init__(self, journal: Journal) -> None:
         self._journal = journal
@@ -21,7 +21,7 @@ class JournalOutbox:
         return self._journal.counts.webhooks, self._journal.counts.webhook_bytes
 
     async def claim(self, limit: int, lease_s: float, host_max: int, busy: Mapping[str, int]) -> list[DueWebhook]:
-        """Some that are due, the oldest of each host first: nobody else gets them before the lease is over."""
+        """Some that are due, the oldest of each host first: no other claim gets them before the lease is over."""
         busy = dict(busy)  # another thread reads it
         found: list[DueWebhook] = await self._do(lambda rows, now: rows.claim(limit, lease_s, host_max, busy, now))
         return found
@@ -40,12 +40,12 @@ class JournalOutbox:
         await self._do(lambda rows, now: rows.put_back(webhook.id, now + in_s, failure))
 
     async def page(self, limit: int) -> list[WebhookState]:
-        """Some of those that wait, the next first."""
+        """Some of the webhooks that wait, the next first."""
         found: list[WebhookState] = await self._do(lambda rows, now: rows.page(limit, now))
         return found
 
     async def retry(self, task_id: str | None) -> int:
-        """Let one, or all, be due now, but for those that are being sent; how many there were."""
+        """Let one webhook, or all, be due now, but for those being sent; how many there were."""
         count: int = await self._do(lambda rows, _: rows.retry(task_id))
         return count
 

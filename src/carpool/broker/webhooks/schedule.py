@@ -1,8 +1,8 @@
 """What becomes of a webhook after an attempt. Pure.
 
 1. 2xx: delivered. 410: the receiver wants no more of this, given up. Anything else, a redirect too, is sent again.
-2. Pauses double up to an hour, with jitter. A `Retry-After` makes a pause longer, never shorter; but one beyond the end
-   does not bring that forward: the last attempt is at the end.
+2. Pauses double up to an hour, with jitter. A `Retry-After` makes a pause longer, never shorter; where it points
+   beyond the end, the last attempt is at the end.
 3. When the next attempt would come later than `retry_for_s` after the outcome, it is given up.
 """
 
@@ -23,7 +23,7 @@ class Answered(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """And what follows."""
+    """What becomes of the webhook after that."""
 
     what: Literal["delivered", "failed", "given_up"]
     # Until the next attempt.

@@ -23,12 +23,12 @@ RESOLVING_MAX = 64
 
 
 class AddressDeniedError(OSError):
-    """A name stands for an address that nothing is sent to."""
+    """A name stands for an address that no webhook may go to."""
 
 
 class Names(AbstractResolver):
-    """Resolves names in threads of its own. Those of the event loop are few, and everybody's: names for which no server
-    answers would hold up each new connection to an upstream or to Redis. Nor does this process wait for them to leave.
+    """Resolves names in threads of its own. The event loop's threads are few and shared: names for which no server
+    answers would hold up each new connection to an upstream or to Redis. Nor does this process wait for its threads.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class Names(AbstractResolver):
             return await found
 
     async def close(self) -> None:
-        """Nobody waits for what is under way."""
+        """Lookups under way are left to their daemon threads."""
 
 
 def _look_up(

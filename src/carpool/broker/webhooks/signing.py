@@ -25,7 +25,7 @@ def secret_of(text: str) -> bytes:
 
 
 def signed_headers(webhook_id: str, timestamp: int, body: bytes, secrets: Sequence[bytes]) -> dict[str, str]:
-    """The headers that a receiver verifies: a signature with each secret, so that a change of it hurts nobody."""
+    """The headers that a receiver verifies: a signature with each secret, so that receivers survive a change of it."""
     signatures = []
     for secret in secrets:
         signature = hmac.new(secret, b"%b.%d." % (webhook_id.encode(), timestamp), "sha256")

@@ -10,7 +10,7 @@
 4. An entry is leased. Leases are renewed while their requests are staged or running, and until their outcome is
    acknowledged; those that are not renewed (their batcher died, or never got to see them) are claimed by any batcher.
 5. An entry that was delivered before may be the one that kills batchers (suspects.py).
-6. Nothing is taken before the fleet has let this process in: until then it does not know who else could serve it.
+6. Nothing is taken before the fleet has let this process in: until then it does not know which others could serve it.
 """
 
 import asyncio
@@ -72,11 +72,11 @@ logger = logging.getLogger("carpool.broker")
 # for entries whose wakeup was lost.
 RENEWALS_A_LEASE = 3
 LOOKS_A_LEASE = 6
-# A shard that had nothing for us is asked again after this, or after a wakeup.
+# A shard whose answer failed is asked again after this, or after a wakeup.
 ASK_AGAIN_S = 0.25
 # What was taken waits no longer than this for company from other shards.
 COMPANY_S_MAX = 0.005
-# For so long a request that was sent once waits for a slot here before others may have it.
+# For so long a request that was sent once waits for a slot here before other batchers may have it.
 STUCK_AGAIN_S = 10.0
 LANE_NAMES_KEPT_MAX = 4096
 # Weight of the last size in the mean.
@@ -91,12 +91,12 @@ LEFT_EARLY_S, LEFT_EARLY_MAX = 5.0, 10_000
 COMPLAIN_EVERY_S = 10.0
 # What is kept of an entry that cannot be read.
 UNREADABLE_BYTES_MAX = 1024 * 1024
-# With free slots the queue is looked at several times a second: after so long without an answer nothing is taken.
+# With free slots the queue is looked at several times a second: so long without an answer is a fault.
 SILENT_S_MAX = 5.0
 
 
 class Consumer:
-    """Fills the local broker from Redis (broker.sides.BatcherSide)."""
+    """Fills the local broker from Redis (broker.broker_ports.BatcherSide)."""
 
     def __init__(
         self,
@@ -137,7 +137,7 @@ class Consumer:
         self._line_offsets_ms = line_offsets_ms
         self._min_share = MinShare(min_share) if min_share else None
         self._is_strict = strict_order
-        # By model: what others have does not count, for they have slots of their own.
+        # One for each model: other models do not count, for they have slots of their own.
         self._synchronous = {name: MinShare(SYNCHRONOUS_SHARE, debt_max=0.0) for name in self._models}
         self._lowest_tier = max(map(tier_of, line_offsets_ms), default=0)
         self._lease_ms = lease_ms
@@ -152,7 +152,7 @@ class Consumer:
         self._dead_letters = dead_letters
         self._complained_at = -COMPLAIN_EVERY_S
         self._unpacker = Unpacker(models, replies, dead_letters, tier_target_s, deliveries_max)
-        # By model, of an entry, lately.
+        # By model: the mean size of an entry, lately.
         self._mean_bytes = dict.fromkeys(self._models, 1.0)
         self._lane_names: Kept[tuple[str, bytes], bytes] = Kept(LANE_NAMES_KEPT_MAX)
         self._leases = Leases(steps, consumer, self._renew_every_s, self._lost_lease, clock)
@@ -194,7 +194,7 @@ class Consumer:
 
     def start(self) -> None:
         """Listen to the wakeups and begin to take."""
-        # Where all shards are on one node, one hears all wakeups; while it is lost, they are asked at intervals.
+        # Where all shards are on one node, one reader hears all wakeups; while it is lost, they are asked at intervals.
         heard_together = [[view] for view in self._views] if self._nodes.is_cluster else [self._views]
         for views in heard_together:
             listen = partial(self._listen, views)
@@ -210,7 +210,7 @@ class Consumer:
         self.turn.notify()
 
     def look_at_all(self) -> None:
-        """Look at all shards: for leases that are over, and for entries whose bell was lost. A timer does it."""
+        """Look at all shards: for leases that are over, and for entries whose wakeup was lost. A timer does it."""
         self._is_look_due = True
         now = self._clock()
         if not self._budgets():
@@ -226,7 +226,7 @@ class Consumer:
         self._land()
 
     async def finish_asking(self, timeout_s: float) -> None:
-        """Wait for the answer to the last question: what it brings is given back."""
+        """Wait for the answer to the last question; the batcher gives back what it brings."""
         give_up_at = self._loop.time() + timeout_s
         while self.unanswered and self._loop.time() < give_up_at:  # noqa: ASYNC110 - once, at the end
             await asyncio.sleep(0.002)
@@ -247,7 +247,7 @@ class Consumer:
         return sum(view.unread(model) for view in self._views)
 
     def unread_s(self) -> float:
-        """How many seconds ago Redis last told how many wait there. While all slots are busy, nobody asks."""
+        """How many seconds ago Redis last told how many wait there. While all slots are busy, it is not asked."""
         return self._clock() - self._told_at
 
     def why_no_work(self) -> str | None:
@@ -259,7 +259,7 @@ class Consumer:
             return f"the queue has not been looked at for {silent_s:.0f} s although slots are free"
         return None
 
-    # Bells and timers.
+    # Wakeups and timers.
 
     def _listen(self, views: Sequence[ShardView], link: Link) -> None:
         for view in views:
@@ -282,7 +282,7 @@ class Consumer:
         self.notify()
 
     def _clients_left(self, view: ShardView, message: bytes) -> None:
-        """Nobody waits any more for entries that were taken: they need not be sent, or not again."""
+        """The clients of entries that were taken have left: the entries need not be sent, or not again."""
         _, consumer, *parts = message.split(b" ")
         if consumer != self._consumer:
             return
@@ -292,18 +292,18 @@ class Consumer:
                 if request in self._staged:
                     self._staged.remove(request)
                 self._broker.cancel(request)
-            # Bells are on another connection, and may be quicker.
+            # Wakeups are on another connection, and may be quicker.
             if not requests and len(self._left_early) < LEFT_EARLY_MAX:
                 self._left_early[view.shard.number, field, entry_id] = self._clock()
 
     def _release_what_is_stuck(self) -> None:
-        """Slots that were free when requests were taken may be gone (an endpoint failed): others may have some."""
+        """Slots that were free when requests were taken may be gone (an endpoint failed): give some back."""
         stuck = {name for name, model in self._models.items() if model.free_slots() <= 0}
         long_ago = self._clock() - self._look_every_s
         for request in self._broker.waiting_requests() if stuck & self._stuck else ():
             leased = request.held_by
-            # One that was sent, and is to be sent again in other company, or of a quarantined owner, waits for a slot
-            # here.
+            # A request that was sent and is to be sent again in other company, or of a quarantined owner, waits for a
+            # slot here.
             patience_s = STUCK_AGAIN_S if request.taken or request.is_quarantined else 0.0
             since = long_ago - patience_s
             if request.model in stuck & self._stuck and isinstance(leased, LeasedEntries) and leased.taken < since:
@@ -474,12 +474,12 @@ class Consumer:
             self._claims_due.append(view)
 
     def _for_all(self, budgets: Sequence[Budget]) -> list[Budget]:
-        """With the models for which nothing may be taken: what waits of them is to be known, too."""
+        """Add the models for which nothing may be taken: what waits of them is to be known, too."""
         by_model = {budget.model: budget for budget in budgets}
         return [by_model.get(name) or Budget(name, 0, 1, {}) for name in self._model_names]
 
     def _asks(self, view: ShardView) -> Done[Taken]:
-        """A question, or a part of one, goes out to a shard: where its answer goes."""
+        """A question, or a part of one, goes out to a shard; returns the callback for its answer."""
         self.unanswered += 1
         view.asked()
         return partial(self._answered, view)
@@ -557,7 +557,7 @@ class Consumer:
             self._broker.enqueue(request)
 
     def _release(self, shard: Shard, stream: StreamEntries) -> None:
-        """Let others have what came at the wrong time."""
+        """Let other batchers have what came at the wrong time."""
         leased = LeasedEntries(shard, stream.field, 0.0, 0.0, {}, self._are_done_with)
         for index, entry in enumerate(stream.entries):
             history = NEW if stream.deliveries is None else history_of(stream.deliveries[index])
@@ -565,7 +565,7 @@ class Consumer:
 
     def _without_own(self, shard: Shard, streams: list[StreamEntries]) -> list[StreamEntries]:
         """A batcher that stood still, or had no Redis, for longer than its leases claims its own entries: those are
-        here already, and nobody died over them.
+        here already, and no batcher died over them.
         """
         kept: list[StreamEntries] = []
         for stream in streams:
@@ -587,7 +587,7 @@ class Consumer:
             self.notify()
 
     def _look_at(self, views: Sequence[ShardView], *, for_leases: bool = False) -> None:
-        """Learn what is there."""
+        """Ask shards what is there."""
 
         def lapsed(view: ShardView, is_over: bool | RedisFailure) -> None:
             if view in self._lapsed:
@@ -630,7 +630,7 @@ class Consumer:
         if self._left_early.pop((leased.shard.number, leased.field, entry_id), None) is not None:
             return  # it is deleted already
         unpacked = self._unpacker.unpack(leased, entry_id, head, value, count, now, now_ms)
-        if unpacked is None:  # for others: released, it would come back to us at once
+        if unpacked is None:  # for other batchers: released, it would come back at once
             self._steps.uncount(leased.shard, leased.field, self._consumer, entry_id, count - 1)
             return
         request, fault = unpacked
@@ -640,7 +640,7 @@ class Consumer:
             if isinstance(fault, UpstreamDown) and model.may_go_elsewhere(request):
                 self._rests_until = now + REST_S
                 fault = GivenBack("another batcher serves it")
-            elif fault is not None and request.is_task:  # nobody waits on the line: it is for later, or for others
+            elif fault is not None and request.is_task:  # no client holds a connection: for later, or for others
                 # Released, it would be claimed again at once, before those of dead batchers.
                 self._steps.uncount(leased.shard, leased.field, self._consumer, entry_id, count - 1)
                 return
@@ -658,7 +658,7 @@ class Consumer:
             self._broker.settle(request, fault)
 
     def _set_aside(self, leased: LeasedEntries, entry: StreamEntry, fault: Exception) -> None:
-        """An entry that cannot be read becomes a dead letter: nobody else could read it either."""
+        """An entry that cannot be read becomes a dead letter: no other batcher could read it either."""
         self.unreadable += 1
         if self._clock() - self._complained_at >= COMPLAIN_EVERY_S:
             self._complained_at = self._clock()

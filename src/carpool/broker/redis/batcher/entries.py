@@ -45,7 +45,7 @@ class Unpacker:
         """The request, and why it is not to be sent, if so; None for an entry that is for other batchers. `count` is
         Redis's count of its deliveries.
 
-        Raises UnknownFormatError for one that nobody can read.
+        Raises UnknownFormatError for an entry that cannot be read.
         """
         header = self._headers.get(head) or self._understand(head)
         if header is None:
@@ -53,7 +53,7 @@ class Unpacker:
         history = NEW if count == 1 else history_of(count)
         delivery = history.deliveries
         record, content = decode_value(value)
-        # Where Redis's clock was set back it may not have come yet: nobody gets more time by that.
+        # Where Redis's clock was set back, an entry may be from the future: that gives it no more time.
         waited_ms = max(0, now_ms - began_ms(entry_id, record.sent_ms))
         arrived = now - waited_ms / 1000
         request = Request(

@@ -1,7 +1,7 @@
-"""What batchers know of an entry that others had before them. Pure.
+"""What batchers know of an entry that other batchers had before them. Pure.
 
-1. Redis counts how often an entry was delivered. Whoever gives an entry back sets that count, and carries along in it,
-   above the deliveries: with how many batchers the entry failed, how often it was given back, whether it was a probe,
+1. Redis counts how often an entry was delivered. A batcher that gives one back sets that count, and carries along in
+   it, above the deliveries: with how many batchers it failed, how often it was given back, whether it was a probe,
    and whether its input was blamed. So nothing is written for entries that are served at once, and replicas know it.
 2. An entry goes back to the queue twice at most. So two batchers that are both sick cannot hand it to each other for
    ever.
@@ -30,12 +30,12 @@ class History(NamedTuple):
     failures: int = 0
     returns: int = 0
     was_probe: bool = False
-    # A batcher would have blamed its input, and asks for another one's word.
+    # A batcher would have blamed its input, and asks for another batcher's verdict.
     was_blamed: bool = False
 
     @property
     def is_alone(self) -> bool:
-        """Whether it shares its batch with nobody: rule 4."""
+        """Whether it has a batch of its own: rule 4."""
         return self.failures >= ALONE_FROM
 
     @property

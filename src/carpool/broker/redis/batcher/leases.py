@@ -1,6 +1,6 @@
 """What a batcher took and answers for: leases, and how they are kept until their outcomes are acknowledged.
 
-A lease is for an entry, not for a batcher: what was taken by a reply that never arrived is nobody's, and is claimed.
+A lease is for an entry, not for a batcher: no batcher renews what a lost reply brought, so it is claimed.
 """
 
 from collections import defaultdict
@@ -38,7 +38,7 @@ class LeasedEntries(msgspec.Struct, eq=False):
 
 
 class EntryLease(msgspec.Struct, eq=False, gc=False):
-    """What a staged request remembers: its entry, and who waits."""
+    """What a staged request remembers: its entry, and the gateway that waits."""
 
     leased: LeasedEntries
     entry_id: bytes
@@ -61,7 +61,7 @@ class Leases:
         self._steps = steps
         self._consumer = consumer
         self._every_s = every_s
-        # Is told of a request whose entry another batcher has by now.
+        # Called with a request whose entry another batcher has by now.
         self._lost = lost
         self._clock = clock
         self._leased_sets: set[LeasedEntries] = set()

@@ -1,10 +1,10 @@
 """The batcher's side of outcomes: each one back to the gateway, or the task, that it belongs to. Nothing is lost.
 
 1. The outcomes of one turn of the event loop leave together: one entry in the reply stream of each gateway.
-2. An entry of the queue is acknowledged, and deleted, only after Redis has said that its reply is written. So whoever
-   dies in between causes work to be done twice, never an outcome to be lost.
-3. A gateway that is gone has no stream any more: nobody waits, and the entry is acknowledged.
-4. What Redis does not take (it is away, or its memory is full) is tried again until nobody can wait for it.
+2. An entry of the queue is acknowledged, and deleted, only after Redis has said that its reply is written. So a batcher
+   that dies in between causes work to be done twice, never an outcome to be lost.
+3. A gateway that is gone has no stream any more: no client waits, and the entry is acknowledged.
+4. What Redis does not take (it is away, or its memory is full) is tried again until no client can wait for it.
 5. A task's result, its dead letter and the acknowledgement of its entry are one step. The batcher whose result Redis
    kept counts the task, once; where that reply was lost it asks again, under the same name.
 6. A task that its gateway has not accepted yet has no outcome: the batcher keeps it and comes again. If the gateway
@@ -59,7 +59,7 @@ class Outbox:
         self.errors: list[tuple[int, str, str, int | None]] = []
         self.error_calls: list[tuple[int, float]] = []
         self.leases: list[EntryLease] = []
-        # When nobody waits any more for any of them.
+        # When no client waits any more for any of them.
         self.useless_at = 0.0
         self.size = 0
 
@@ -88,7 +88,7 @@ class ReplyWriter:
         self._nodes = steps.nodes
         self._keys = steps.keys
         self._consumer = consumer
-        # Names for those who give a task its result: short, for tasks keep them.
+        # Unique names for the results of tasks: short, for tasks keep them.
         self._finishers = (b"%b%x" % (name, number) for name in (secrets.token_hex(4).encode(),) for number in count())
         self.result_ttl_ms = result_ttl_ms
         self._letter_bounds = letter_bounds
@@ -255,7 +255,7 @@ class ReplyWriter:
             if request.result_key is not None:
                 self._keep_result(request.result_key, outcome)
         waited_s = request.taken - request.arrived if request.taken else None
-        # The answer to its whole batch is kept until Redis has the result only if somebody is to be told.
+        # The answer to its whole batch is kept until Redis has the result only if there are subscribers.
         told = (request, outcome) if self._events.subscribers else None
         counts = partial(self._count_task, request.result_code, bool(letter), waited_s, told)
         age_ms = max(0, round(1000 * (request.ended - request.arrived)))

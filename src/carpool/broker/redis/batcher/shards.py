@@ -12,13 +12,13 @@ from carpool.broker.redis.types import NONE, NOTHING, Budget, Claim, Head, Shard
 
 # One question goes to so many shards at most.
 SHARDS_A_QUESTION_MAX = 8
-# Where what goes first is looked for in all of them.
+# The same for `plan_by_place`, which looks for the best entries in all of them.
 SHARDS_BY_PLACE_MAX = 16
 # So many streams of a model are known in a shard: more than a question brings, and enough for any free slots.
 HEADS_KNOWN_MAX = 64
 # One shard gives no more at once.
 BATCHES_A_CLAIM_MAX = 4
-# How exactly it is worked out where many streams are cut: of two seconds, to a millisecond.
+# Bisection steps where many streams are cut: they narrow two seconds down to a millisecond.
 CUT_STEPS = 12
 NO_MODELS: Mapping[str, int] = {}
 
@@ -37,7 +37,7 @@ class ShardView(msgspec.Struct, eq=False):
     suspects: frozenset[str] = frozenset()
 
     def asked(self) -> None:
-        """A question goes out. Bells may be here before its answer, which is older than they are."""
+        """A question goes out. Wakeups may be here before its answer, which is older than they are."""
         self.rung = {}
 
     def told(self, view: ShardSnapshot) -> None:
@@ -59,7 +59,7 @@ class ShardView(msgspec.Struct, eq=False):
         self._add(head)
 
     def unread(self, model: str) -> int:
-        """Entries of a model that nobody took, in the streams that are known."""
+        """Entries of a model that no batcher took, in the streams that are known."""
         return sum(head.unread for head in self.heads or () if head.model == model)
 
     def usable(self, budgets: Sequence[Budget]) -> list[Head]:
@@ -194,11 +194,11 @@ def shards_for_claims(budgets: Sequence[Budget]) -> int:
 def plan_claims(
     budgets: Sequence[Budget], shards: int, welcome: Mapping[str, int], left: Mapping[str, int] = NO_MODELS
 ) -> list[list[Claim]]:
-    """What to ask each of some shards for. `welcome`: by model, which suspects may come; the first alone is asked.
+    """What to ask each of some shards for. `welcome`: by model, which suspects may come, from the first shard alone.
 
     `left`: by model, what is left to other batchers.
     """
-    # Others wait while entries of the dead are fetched: many batches at once are for one shard.
+    # Redis's other clients wait while a shard's script fetches entries: several batches only if one shard is asked.
     batches_max = BATCHES_A_CLAIM_MAX if shards == 1 else 1
     return [
         [
@@ -233,7 +233,7 @@ def is_due_again(claims: Sequence[Claim], budgets: Sequence[Budget], welcome: Ma
 
 
 def _part_of(number: int, position: int, shards: int) -> int:
-    """The first ones have more."""
+    """A shard's part of a number; the first shards have more."""
     return number // shards + (position < number % shards)
 
 
@@ -305,7 +305,7 @@ def plan_by_place(
     late_ms: Mapping[bytes, int],
     now_ms: int,
 ) -> Reads:
-    """The same where more waits than can be taken, in several shards: in the order of the places, as if the entries of
+    """`plan_reads` where more waits than can be taken, in several shards: in order of the places, as if the entries of
     each stream had come evenly. Inside its tier a line may stand later. Lanes come in by their first entries.
     """
     room = Room(budgets)

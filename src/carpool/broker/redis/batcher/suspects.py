@@ -1,9 +1,9 @@
 """Entries that were delivered before: one of them may be what kills batchers.
 
-Whoever was in the hands of a batcher that died is not guilty: somebody stopped it, or another entry was the reason.
-With each death there are fewer who can be. The first time they come again as soon as slots are free, apart from others.
-From then on they are suspects: with fewer of their like each time, in at most one slot of a model; the last two times
-alone, with no other suspect in this batcher, and then they are given up. claim.lua chooses by the same rules.
+An entry that a dead batcher had need not be guilty: the batcher was stopped, or another entry was the reason. With each
+death fewer entries can be. The first time, they are sent again as soon as slots are free, apart from others. From then
+on they are suspects: sent with fewer of their like each time, in at most one slot of a model; the last two times alone,
+with no other suspect in this batcher; then they are given up. claim.lua chooses by the same rules.
 """
 
 from collections.abc import Sequence
@@ -14,12 +14,12 @@ from carpool.core.request import AGAIN
 
 # How often an entry is delivered before it is given up.
 DELIVERIES_MAX = 6
-# In so large a company nobody is a suspect.
+# Entries that may be sent in so large a company are no suspects.
 COMPANY_MAX = 64
 
 
 class Suspects:
-    """Those that this batcher has."""
+    """The suspects that this batcher has."""
 
     def __init__(self, deliveries_max: int) -> None:
         self._deliveries_max = deliveries_max
@@ -33,7 +33,7 @@ class Suspects:
             self._leased_sets.setdefault(model, []).append((leased, company == 1))
 
     def welcome(self, model: str) -> int:
-        """Which ones of a model may come now."""
+        """Which suspects of a model may come now."""
         self._leased_sets = {
             name: kept
             for name in self._leased_sets
@@ -55,7 +55,7 @@ def company_of(delivery: int, deliveries_max: int) -> int:
 
 
 def again_of(lane_key: bytes) -> tuple[bytes, int] | None:
-    """The lane of those that came again, as it was, and their deliveries; None for others, and for one alone."""
+    """The original lane of entries that came again, and their deliveries; None for others, and for one alone."""
     before, mark, delivery = lane_key.rpartition(AGAIN)
     return (before.removesuffix(b"\0"), int(delivery)) if mark and delivery.isdigit() else None
 

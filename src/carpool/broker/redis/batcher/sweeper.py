@@ -1,4 +1,4 @@
-"""Keeping the shards tidy: every batcher does it, from time to time, for all."""
+"""Keeping the shards tidy: every batcher sweeps all of them from time to time."""
 
 import asyncio
 from collections.abc import Callable
@@ -15,8 +15,8 @@ from carpool.core.problem import problem_json
 from carpool.core.timers import Every
 
 EVERY_S = 5.0
-# Others use Redis too: after each part it is left alone for so many times as long as that took, within bounds. A Redis
-# that many batchers sweep takes longer, and is left alone for longer.
+# Others use Redis too: after each part the sweeper pauses for so many times as long as that took, within bounds. Where
+# many batchers sweep, a part takes longer, and so does the pause.
 PAUSES_A_PART = 4
 PAUSE_S_MIN, PAUSE_S_MAX = 0.005, 0.1
 CONSUMER_GONE_MS = 600_000

@@ -157,7 +157,7 @@ class Link(asyncio.Protocol):
         self._reader = Reader(replyError=Refused, notEnoughData=_NOTHING)
         self._reader.setmaxbuf(READ_BUFFER_BYTES)
         self._transport: asyncio.Transport | None = None
-        # While it is empty no flush is due: commands are too many for a call of `OncePerTurn.ring` each.
+        # While it is empty no flush is due: commands are too many for a call of `OncePerTurn.notify` each.
         self._outgoing: list[bytes] = []
         self._outgoing_bytes = 0
         self._is_paused = False
@@ -281,7 +281,7 @@ class Link(asyncio.Protocol):
         self._transport.write(data)
 
     def close(self, reason: str = "closed") -> None:
-        """End the connection now; the owner is told that it is lost."""
+        """End the connection now, and tell the owner that it is lost."""
         if self._is_over:
             return
         was_open, self._is_over, self.is_open = self.is_open, True, False
@@ -362,8 +362,8 @@ class CommandLink(Link):
         """Send many commands that are packed already, and call back with the reply of each, in their order. `size`: of
         all of them.
 
-        One entry stands for all, so that a command costs no call of its own. They cannot be redirected: whoever gets
-        MOVED or ASK has to send again.
+        One entry stands for all, so that a command costs no call of its own. They cannot be redirected: a caller
+        that gets MOVED or ASK has to send again.
         """
         share = size // len(packed)
         size = share * len(packed)
@@ -437,13 +437,13 @@ class CommandLink(Link):
         is_idle = not self._pending and self._answered == self._answered_at_tick
         self._idle_ticks = self._idle_ticks + 1 if is_idle else 0
         if self._idle_ticks * 2 >= TICKS_PER_TIMEOUT:
-            # A server that hangs is to be noticed also when nobody asks it anything.
+            # A server that hangs is to be noticed also when no command is sent to it.
             self._idle_ticks = 0
             self.request(ignore, (b"PING",))
         self._answered_at_tick = self._answered
 
     def close(self, reason: str = "closed") -> None:
-        """End the connection now; the owner is told first, so that a caller who sends again is not sent here."""
+        """End the connection now; tell the owner first, so that a caller that sends again is not sent here."""
         if self._is_over:
             return
         self._ticks.stop()

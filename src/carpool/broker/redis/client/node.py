@@ -24,7 +24,7 @@ from carpool.broker.redis.client.link import (
 )
 from carpool.core.timers import Every
 
-# The place of slots that nobody knows of.
+# The place of slots whose node is not known.
 NOWHERE: HostPort = ("", 0)
 PAUSE_S_MIN, PAUSE_S_MAX = 0.05, 1.0
 # A server that hangs may take the connection but not answer the greeting; one far away with TLS needs a while.
@@ -69,7 +69,7 @@ class Connector:
         use: Callable[[AnyLink], Awaitable[None]],
         failed: Callable[[str], None],
     ) -> None:
-        """Connect for ever: `use` has a connection until that ends, `failed` is told why there is none."""
+        """Connect for ever: `use` has a connection until that ends, `failed` gets the reason if there is none."""
         loop, pause = asyncio.get_running_loop(), Pause()
         while True:
             at, link = where(), make()
@@ -100,7 +100,7 @@ class Connector:
 
 
 class Owner(Protocol):
-    """What a node and a reader tell to whoever keeps them."""
+    """What a node and a reader call in the object that keeps them."""
 
     def node_changed(self, is_trouble: bool) -> None:
         """A node came up or went down, or still is not up."""
@@ -121,7 +121,7 @@ class Node:
         self.link: CommandLink | None = None
         # Why it is not up; "" while it is, and before the first attempt has failed.
         self.trouble = ""
-        # Somebody was redirected to it since the topology was last looked at.
+        # A command was redirected to it since the topology was last looked at.
         self.is_named = False
         self.readers: set[Reader] = set()
         self._owner = owner

@@ -43,8 +43,8 @@ PENDING_BYTES_MAX = 256 * 1024 * 1024
 HOPS_MAX = 5
 # Where all is well the topology is looked at so often.
 LOOK_EVERY_S = 5.0
-# So often a slot that moves is looked at. A key that never is there is asked for: only while the slot moves, the answer
-# is that it may be on the other node.
+# How often to look at a slot that moves, by asking for a key that is never there: only while the slot moves, Redis
+# answers that the key may be on the other node.
 MOVING_LOOK_S = 0.1
 NO_SUCH_KEY = b":none"
 # How Redis refuses a script that uses a key which has left.
@@ -85,7 +85,7 @@ class Nodes:
         self._nodes: dict[HostPort, Node] = {}
         # Nodes that no longer have slots, but may still owe replies.
         self._leaving: list[Node] = []
-        # A node that never connects, for slots of which nobody knows the place.
+        # A node that never connects, for slots whose place is not known.
         self._nowhere = Node(self, self._connector, NOWHERE)
         self._by_slot = [self._nowhere] * SLOTS
         self._primaries: list[int] = []
@@ -134,7 +134,7 @@ class Nodes:
         return list(self._primaries)
 
     def time_ms(self, slot: int) -> int:
-        """What the clock of a slot's node shows now, at least (server_clock.py); 0 while nobody knows."""
+        """What the clock of a slot's node shows now, at least (server_clock.py); 0 while it is not known."""
         link = self._by_slot[slot].link
         return 0 if link is None else link.clock.at_least_ms(monotonic())
 
@@ -151,7 +151,7 @@ class Nodes:
             link.request(on_reply, command)
 
     def has_room(self, slot: int, size: int) -> bool:
-        """Whether a command of so many bytes, if it is not sent, is so for another reason than `NoRoom`."""
+        """Whether a command of so many bytes would not fail with `NoRoom`; it may fail for another reason."""
         link = self._by_slot[slot].link
         return link is None or link.has_room(size)
 
@@ -236,7 +236,7 @@ class Nodes:
         # Transports let go of their sockets in the turn after.
         await asyncio.sleep(0)
 
-    # What nodes and readers tell.
+    # What nodes and readers call.
 
     def node_of(self, slot: int) -> Node:
         """The node that has a slot now."""
@@ -310,7 +310,7 @@ class Nodes:
         for slot, key in self._moving.items():
             link = self._by_slot[slot].link
             if link is not None:
-                # Where it is redirected to says all: it does not follow.
+                # The redirection is the answer: the command does not follow it.
                 link.request(partial(self._looked_at_moving, slot), (b"TYPE", key), HOPS_MAX)
 
     def _looked_at_moving(self, slot: int, reply: Any) -> None:
@@ -395,7 +395,7 @@ def parse_redirection(text: str, asked: str) -> tuple[int, HostPort] | None:
 
 
 def _settle(future: asyncio.Future[Any], reply: Any) -> None:
-    if future.done():  # whoever asked has left
+    if future.done():  # the caller has left
         return
     if isinstance(reply, RedisFailure):
         future.set_exception(reply)

@@ -36,7 +36,7 @@ class SlotRange(msgspec.Struct, frozen=True):
 
 
 class UnknownTopologyError(Exception):
-    """Nobody could say where the slots are; the text says why."""
+    """No server could say where the slots are; the text says why."""
 
 
 # Asks where the slots are now, given the servers in use; raises UnknownTopologyError.
@@ -45,7 +45,7 @@ Look = Callable[[Sequence[HostPort]], Awaitable[list[SlotRange]]]
 
 @asynccontextmanager
 async def topology_of(address: BrokerAddress, timeout_s: float) -> AsyncIterator[Look]:
-    """Somebody to ask: Sentinels, or the nodes of a Cluster."""
+    """A way to ask Sentinels, or the nodes of a Cluster, where the slots are."""
     options = connection_options(address, timeout_s)
     if address.kind == "cluster":
         yield partial(_ask_cluster, address.hosts, options | login_of(address))
@@ -118,7 +118,7 @@ def login_of(address: BrokerAddress) -> dict[str, Any]:
 
 
 def connection_options(address: BrokerAddress, timeout_s: float) -> dict[str, Any]:
-    """For redis-py: one quick attempt. Whoever asks comes again."""
+    """For redis-py: one quick attempt. The caller tries again."""
     options: dict[str, Any] = {
         "socket_timeout": timeout_s,
         "socket_connect_timeout": timeout_s,

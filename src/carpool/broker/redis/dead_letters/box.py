@@ -44,7 +44,7 @@ class RedisDeadLetterBox:
         self.failures = 0
 
     def bury(self, request: Request, error: CarpoolError, sends: int) -> None:
-        """Keep a request with its error, if such ones are kept and there is room; before it is settled."""
+        """Keep a request with its error, if the settings keep such errors and there is room; before it is settled."""
         if is_kept(self._kept, error):
             self._bury(request, error, sends)
 
@@ -54,19 +54,19 @@ class RedisDeadLetterBox:
             self._bury(request, error, sends)
 
     def bury_unreadable(self, entry_id: bytes, model: str, content: bytes, why: str) -> None:
-        """Keep an entry of the queue that nobody can read, for a person to look at."""
+        """Keep an entry of the queue that cannot be read, for an operator to look at."""
         now, name = monotonic(), entry_id.decode(errors="replace")
         self._bury(Request(name, model, b"", content, len(content), 0, now, now, 0.0, now, self), Malformed(why), 0)
 
     def settled(self, request: Request, outcome: object) -> None:
-        """Nobody waits for such an entry."""
+        """Nothing to do: no client waits for such an entry."""
 
     def count(self, cause: str) -> None:
-        """A request was given up on; also for tasks (ReplyWriter tells of them)."""
+        """A request was given up on; also for tasks (ReplyWriter calls this)."""
         self.buried[cause] += 1
 
     def _bury(self, request: Request, error: CarpoolError, sends: int) -> None:
-        if request.is_task or request.phase == DONE:  # a task's result buries it; who has left, left no input
+        if request.is_task or request.phase == DONE:  # a task's result buries it; a settled request has no input
             return
         self.count(error.code)
         shard = self._shard()
@@ -87,7 +87,7 @@ class RedisDeadLetterBox:
             self._bounds.note_dropped(reply)
 
     def _shard(self) -> Shard | None:
-        """The next one that can be reached."""
+        """The next shard that can be reached."""
         shards = self._keys.shards
         for _ in shards:
             self._next_shard = (self._next_shard + 1) % len(shards)

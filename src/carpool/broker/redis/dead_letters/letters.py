@@ -44,7 +44,7 @@ def encode_letter(request: Request, error: CarpoolError, sends: int) -> bytes:
 
 
 def letter_of(request: Request, error: CarpoolError) -> bytes:
-    """What is kept with the result of a task that failed so; empty if that is worth nobody's look."""
+    """What is kept with the result of a task that failed so; empty if it is no dead letter."""
     return encode_letter(request, error, request.sends) if is_dead_letter(error) else b""
 
 

@@ -1,7 +1,7 @@
 """API keys in Redis: `carpool keys` writes them, every gateway looks at them once a second.
 
-What is looked at is a version, a text that is another one after each change; the keys are read when it is not the one
-that was read last. While Redis is away, what was read last stays.
+A gateway looks at a version, a text that each change replaces, and reads the keys when it is not the one that was read
+last. While Redis is away, what was read last stays.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ CONNECT_S_MAX = 5.0
 
 
 class ApiKeyWatch:
-    """Tells of the keys when they have changed."""
+    """Calls `changed` with the keys when they have changed."""
 
     def __init__(self, nodes: Nodes, keys: Keys, changed: Callable[[list[ApiKey]], None]) -> None:
         self._nodes = nodes

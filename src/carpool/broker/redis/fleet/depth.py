@@ -46,11 +46,11 @@ class DepthWatch:
             self._nodes.send(shard.slot, partial(self._told, shard), b"HMGET", shard.counts, *self._fields)
 
     def unread(self) -> int:
-        """Entries that nobody took yet."""
+        """Entries that no batcher took yet."""
         return sum(counts[0] for counts in self._counts)
 
     def unread_of_tier(self, tier: int) -> int:
-        """Those of one tier: requests and tasks."""
+        """Such entries of one tier: requests and tasks."""
         lines = [index for index, each in enumerate(self._tiers, len(COUNTS)) if each == tier]
         return sum(counts[index] for counts in self._counts for index in lines)
 
@@ -64,7 +64,7 @@ class DepthWatch:
         return self.unread_task_bytes() + sum(counts[7] for counts in self._counts)
 
     def unread_task_bytes(self) -> int:
-        """The same without results that somebody has read."""
+        """The same without results that clients have read."""
         return sum(counts[1] + counts[2] for counts in self._counts)
 
     def letter_bytes(self) -> int:
@@ -80,7 +80,7 @@ class DepthWatch:
         return sum(counts[5] for counts in self._counts), sum(counts[6] for counts in self._counts)
 
     def shards_with_webhooks(self) -> list[Shard]:
-        """Where some wait."""
+        """The shards where some wait."""
         return [shard for shard in self._keys.shards if self._counts[shard.number][5]]
 
     def _told(self, shard: Shard, reply: Any) -> None:

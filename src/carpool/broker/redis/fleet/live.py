@@ -1,6 +1,6 @@
-"""The last second of each process of a fleet, in Redis only while somebody looks: one hash, which soon ends by itself.
+"""The last second of each process of a fleet, in Redis only while an operator looks: one hash, which soon expires.
 
-Whoever is looked at reads what the others wrote, and does not trust it: what is not as it should be is left out.
+The process whose page is open reads what the others wrote, and does not trust it: it leaves out what is malformed.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ from carpool.core.live import LivePart
 # Beyond these nothing is written or read.
 PART_BYTES_MAX = 256 * 1024
 PARTS_MAX = 64
-# When nobody writes any more.
+# How long it is kept after the last write.
 KEPT_MS = 5000
 
 _encode = msgspec.json.Encoder().encode
@@ -24,7 +24,7 @@ _decode = msgspec.json.Decoder(LivePart).decode
 
 
 class LiveParts:
-    """The way to the parts of others (composition.live.OtherParts)."""
+    """The way to the parts of other processes (composition.live.OtherParts)."""
 
     def __init__(self, nodes: Nodes, keys: Keys, name: str, view: Callable[[], FleetView]) -> None:
         self._nodes = nodes
@@ -44,7 +44,7 @@ class LiveParts:
         self._nodes.send(slot, _nothing, b"PEXPIRE", key, b"%d" % KEPT_MS)
 
     def latest(self) -> Sequence[LivePart]:
-        """The last part of each that lives, as Redis told it last; asks for the next ones."""
+        """The last part of each live process, as Redis last sent it; asks for the next ones."""
         self._ask()
         live = self._view().live_names()
         return [part for name, part in self._parts.items() if name in live]
@@ -69,7 +69,7 @@ class LiveParts:
 
 
 def read_part(value: Any) -> LivePart | None:
-    """A part that somebody wrote; None for none, and for what is not one."""
+    """A part that another process wrote; None if there is none, or if it is malformed."""
     if not isinstance(value, bytes) or len(value) > PART_BYTES_MAX:
         return None
     try:

@@ -77,7 +77,7 @@ class MemoryWatch:
             self._facts[slot] = (used, limit or self._memory_max)
         if self._missing or not self._facts:
             return
-        # One that does not answer is as full as it was; so is one whose place another has, until that one answers.
+        # A primary that does not answer is as full as it was; so is one that was replaced, until its successor answers.
         if all(slot in self._facts for slot in slots):
             self._facts = {slot: self._facts[slot] for slot in slots}
             limits = [limit for _, limit in self._facts.values()]

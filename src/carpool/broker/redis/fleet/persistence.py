@@ -1,4 +1,4 @@
-"""Whether Redis writes to a disk although `broker.persistence` forbids it: somebody may turn that on at any time."""
+"""Whether Redis writes to a disk although `broker.persistence` forbids it: an operator may turn that on at any time."""
 
 import asyncio
 import logging
@@ -26,7 +26,7 @@ TOLD_MAX = 3
 
 
 class PersistenceWatch:
-    """Looks from time to time, and says so in the log; health and metrics show `found`."""
+    """Looks from time to time, and logs what writes to a disk; health and metrics show `found`."""
 
     def __init__(self, inspection: Inspection, interval_s: float = INTERVAL_S) -> None:
         self._inspection = inspection
@@ -36,7 +36,7 @@ class PersistenceWatch:
         self._task: asyncio.Task[None] | None = None
 
     async def faults(self) -> str:
-        """What is to be said against using this Redis; empty if nothing is."""
+        """Why this Redis must not be used; empty if it may."""
         return sentence(await find_disks(self._inspection))
 
     def start(self) -> None:

@@ -24,7 +24,7 @@ from carpool.core.timers import Every
 
 logger = logging.getLogger("carpool")
 
-# One that fell silent is shown as offline for so long.
+# A process that fell silent is shown as offline for so long.
 KEPT_MS = 60_000
 # Room for the stamp before a heartbeat.
 VALUE_BYTES_MAX = BEAT_BYTES_MAX + 32
@@ -60,19 +60,19 @@ class Registry:
         self._interval_s = interval_s
         self._stale_s = stale_s
         self._clock = clock
-        # Called when somebody came, went, or has more or less that works.
+        # Called when a process came, went, or has more or fewer slots that work.
         self._changed = changed
         # Called with each view.
         self._heard_view = heard
-        # The last that Redis told. Empty and long out of date before the first time.
+        # The last view that Redis sent. Empty and long out of date before the first one.
         self.view = FleetView(float("-inf"), stale_s, (), (), 0)
         self.failures = 0
-        # Redis has let this process in; why it did not, for a person, or "".
+        # Whether Redis has let this process in; why it did not, for an operator, or "".
         self.is_in = False
         self.refusal = ""
         self._every = Every(interval_s, self._beat)
         self._is_asking = False
-        # Something was to be said while an answer was out.
+        # A heartbeat was due while an answer was out.
         self._again = False
         self._left = False
 
@@ -89,7 +89,7 @@ class Registry:
         self.heartbeat()
 
     def heartbeat(self) -> None:
-        """Say it at once; for changes that others should see before the next time."""
+        """Say that at once; for changes that others should see before the next heartbeat."""
         if not self._left:
             self._every.start_now()
 

@@ -1,4 +1,4 @@
-"""Every server of a Redis by itself, for those who look at each of them: what it tells, and what is wrong with that."""
+"""Every server of a Redis by itself, for checks that look at each one: what it tells, and what is wrong with that."""
 
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -70,7 +70,7 @@ class Deployment:
         self.servers = list(self._by_place.values())
 
     def server_of(self, slot: int) -> RedisServer:
-        """Raises ResponseError if nobody serves it."""
+        """Raises ResponseError if no server serves it."""
         part = range_of(self._ranges, slot)
         if part is None:
             raise ResponseError(f"nobody serves slot {slot}")
@@ -91,7 +91,7 @@ class NoWayInError(Exception):
 
 
 class Inspection:
-    """A way to every primary of a deployment, for one who looks at each of them."""
+    """A way to every primary of a deployment, for checks that look at each of them."""
 
     def __init__(self, address: BrokerAddress, keys: Keys) -> None:
         self.address = address

@@ -1,8 +1,8 @@
 """Who lives: what gateways and batchers say of themselves in their heartbeats, and what operators see of it. Pure.
 
-1. A heartbeat is JSON that its sender bounds and its readers do not trust: one that is not as it should be is left out.
+1. A heartbeat is JSON that its sender bounds and its readers do not trust: a malformed one is left out.
 2. Ages are differences of two times on Redis's clock, so no clocks of two machines are ever compared.
-3. One that fell silent is shown as offline until it is forgotten, and counts for nothing meanwhile.
+3. A process that fell silent is shown as offline until it is forgotten, and counts for nothing meanwhile.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,7 +32,7 @@ ENDPOINTS_MAX = 1024
 NAME_LENGTH_MAX = 256
 # Problems of endpoints that a batcher tells, and how long each may be.
 PROBLEMS_MAX, PROBLEM_LENGTH_MAX = 16, 512
-# What is told of the others.
+# What stands for the problems beyond these.
 SAME_PROBLEM = "has answered no call well so far"
 OWNERS_MAX = 64
 TIERS_MAX = 64
@@ -79,10 +79,10 @@ class ModelHeartbeat(msgspec.Struct, frozen=True, omit_defaults=True):
     capacity_rps: Rate = 0.0
     # How long a batch takes.
     batch_s: Seconds = 0.0
-    # While nothing is known to work: slots on offer, for calls by which that is found out; seconds until there is one.
+    # While no endpoint is known to work: slots on offer for calls that find out; seconds until there is one.
     probes: Count = 0
     retry_after_s: Count = 0
-    # An endpoint failed inputs of one owner only, and is closed to that one: others are let in.
+    # An endpoint failed inputs of one owner only, and is closed to that owner: others are let in.
     is_open_to_others: bool = False
     endpoints: Annotated[tuple[EndpointHeartbeat, ...], Meta(max_length=ENDPOINTS_MAX)] = ()
     # Owners whose inputs this batcher saw refused again and again.
@@ -104,7 +104,7 @@ class Heartbeat(msgspec.Struct, frozen=True, omit_defaults=True):
     wanted: Annotated[
         dict[Name, Annotated[tuple[Rate, ...], Meta(max_length=TIERS_MAX)]], Meta(max_length=MODELS_MAX)
     ] = {}
-    # Somebody looks at its live page: the others tell it what happens at theirs.
+    # An operator looks at its live page: the others publish what happens at theirs.
     is_watched: bool = False
     # Into how many parts it takes the queue to be cut (scripts/heartbeat.lua reads this); 0: it does not say.
     shards: Count = 0
@@ -138,11 +138,11 @@ class FleetView(msgspec.Struct, frozen=True):
     unreadable: int
 
     def is_fresh(self, now: float) -> bool:
-        """Whether Redis told this lately."""
+        """Whether Redis sent this lately."""
         return now - self.seen_at <= self.stale_s
 
     def all_silent(self) -> "FleetView":
-        """The same fleet when Redis has not told of anybody for too long."""
+        """The same fleet when Redis has told of no process for too long."""
         gateways, batchers = (
             tuple(msgspec.structs.replace(member, is_live=False) for member in members)
             for members in (self.gateways, self.batchers)
@@ -150,11 +150,11 @@ class FleetView(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, gateways=gateways, batchers=batchers)
 
     def live_gateways(self) -> list[FleetMember]:
-        """Those heard of lately."""
+        """Gateways heard of lately."""
         return [member for member in self.gateways if member.is_live]
 
     def live_batchers(self) -> list[FleetMember]:
-        """Those heard of lately."""
+        """Batchers heard of lately."""
         return [member for member in self.batchers if member.is_live]
 
     def healthy_slots(self, model: str) -> int:
@@ -162,7 +162,7 @@ class FleetView(msgspec.Struct, frozen=True):
         return sum(heartbeat.healthy_slots for _, heartbeat in self._serving(model))
 
     def is_served_elsewhere(self, model: str, name: str) -> bool:
-        """Whether another batcher than this one, which stays, has an endpoint of a model that works."""
+        """Whether a batcher other than this one, and not draining, has an endpoint of a model that works."""
         return any(
             heartbeat.healthy_slots and member.name != name and member.status != DRAINING
             for member, heartbeat in self._serving(model)
@@ -183,7 +183,7 @@ class FleetView(msgspec.Struct, frozen=True):
     def capacity_rps(self, model: str) -> float:
         """Requests a second that all live batchers together can serve; 0 while none of them knows.
 
-        Those who do not know yet, or are too old to tell, are taken to be like the others, slot by slot.
+        Batchers that do not know yet, or are too old to tell, are taken to be like the others, slot by slot.
         """
         known = self._measured(model)
         slots = sum(heartbeat.healthy_slots for heartbeat in known)
@@ -219,7 +219,7 @@ class FleetView(msgspec.Struct, frozen=True):
         return {member.name for member in (*self.live_gateways(), *self.live_batchers())}
 
     def is_watched(self, without: str) -> bool:
-        """Whether somebody looks at the live page of another process than this one."""
+        """Whether an operator looks at the live page of another process than this one."""
         members = (*self.live_gateways(), *self.live_batchers())
         return any(member.heartbeat.is_watched and member.name != without for member in members)
 
@@ -246,7 +246,7 @@ class FleetView(msgspec.Struct, frozen=True):
         )
 
     def _measured(self, model: str) -> list[ModelHeartbeat]:
-        """Of the batchers that tell what they can serve."""
+        """The heartbeats of batchers that tell what they can serve."""
         return [
             heartbeat
             for _, heartbeat in self._serving(model)
@@ -412,7 +412,7 @@ def _read_member(name: bytes, value: bytes, now_ms: int, stale_s: float) -> Flee
         heartbeat = _decode_heartbeat(body)
     except (msgspec.MsgspecError, UnicodeDecodeError):
         return None
-    # One from the future is as silent as an old one: the clock was set back, and nobody stamped it since.
+    # A heartbeat from the future is as silent as an old one: the clock was set back, and none came since.
     age_s = abs(now_ms - stamp_ms) / 1000
     shown = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in name.decode(errors="replace"))
     return FleetMember(shown, age_s, age_s <= stale_s, rfc3339(stamp_ms / 1000), heartbeat)
@@ -421,7 +421,7 @@ def _read_member(name: bytes, value: bytes, now_ms: int, stale_s: float) -> Flee
 def _model_state(view: FleetView, model: str) -> ModelState:
     """One model in the shape that a gateway without Redis shows, each endpoint with the batcher that calls it.
 
-    Those of a batcher that fell silent are offline, as far as anybody knows.
+    The endpoints of a batcher that fell silent are shown as offline.
     """
     heartbeats = [member.heartbeat.models[model] for member in view.live_batchers() if model in member.heartbeat.models]
     return ModelState(

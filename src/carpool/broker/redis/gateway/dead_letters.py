@@ -24,7 +24,7 @@ from carpool.core.defaults import do_nothing
 from carpool.core.errors import Malformed
 from carpool.core.request import Request
 
-# One call looks through so much of a shard, so that it holds up nobody else.
+# One call looks through so much of a shard, so that Redis's other clients do not wait for it.
 LETTERS_A_CALL_MAX = 64
 LOOKED_THROUGH_BYTES_MAX = 4 * 1024 * 1024
 
@@ -65,7 +65,7 @@ class RedisDeadLetterDesk:
         self._total = sum(await self._of_all(lambda shard: answered(self._steps.number_of_letters(shard))))
 
     async def page(self, after: int, limit: int) -> list[DeadLetterSummary]:
-        """Those with an id above `after`, the oldest first."""
+        """Dead letters with an id above `after`, the oldest first."""
         found: list[DeadLetterSummary] = []
         pages = await self._of_all(lambda shard: self._heads(shard, after, limit))
         self._total = sum(page.total for page in pages)
@@ -82,7 +82,7 @@ class RedisDeadLetterDesk:
         return found
 
     async def show(self, letter_id: int) -> StoredDeadLetter:
-        """One of them, whole; raises NotFound."""
+        """One dead letter, whole; raises NotFound."""
         shard = self._shard_of(letter_id)
         body = await answered(self._steps.read_letter(shard, letter_id))
         if body is None:
@@ -104,7 +104,7 @@ class RedisDeadLetterDesk:
         return Replayed(letter_id, request.id)
 
     async def replay_all(self, cause: str | None) -> ReplayReport:
-        """Make all there are now, or those of one cause, tasks again, until no more tasks are accepted."""
+        """Make all letters there are now, or those of one cause, tasks again, until no more tasks are accepted."""
         run = ReplayRun(self.replay)
         starts = await self._of_all(lambda shard: self._heads(shard, 0, 1))
         for shard, start in zip(self._keys.shards, starts, strict=True):
@@ -142,7 +142,7 @@ class RedisDeadLetterDesk:
         return await answered(self._steps.letters(shard, after, limit, LOOKED_THROUGH_BYTES_MAX))
 
     async def _of_all(self, ask: Callable[[Shard], Awaitable[Found]]) -> list[Found]:
-        """What every shard answers: one that cannot be reached must not look as if it had none."""
+        """What every shard answers: a shard out of reach must not look as if it had no letters."""
         return await asyncio.gather(*map(ask, self._keys.shards))
 
 

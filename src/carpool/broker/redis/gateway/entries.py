@@ -8,7 +8,7 @@ from carpool.broker.redis.types import QueueStream
 from carpool.core.request import Request
 from carpool.core.trace import text_of
 
-# A script holds up everybody else in Redis: no call carries more than this.
+# A script holds up Redis's other clients: no call carries more than this.
 ENTRIES_A_CALL_MAX = 256
 CALL_BYTES_MAX = 4 * 1024 * 1024
 # The gateway of a task: its outcome is kept in Redis.
@@ -18,7 +18,7 @@ NOBODY = b""
 def stream_of(request: Request, offsets_ms: Mapping[bytes, int]) -> QueueStream:
     """The stream of a request in any shard, and its place in the order.
 
-    What most clients send, without parameters, is never shut out by those who send many different ones.
+    A request without parameters is never refused because other clients send many different ones.
     """
     name = line_name(request.tier, request.is_task, request.is_over, request.is_late)
     field = lane_name(request.model, request.lane_key) + b":" + name
@@ -44,7 +44,7 @@ def record_of(request: Request, remaining_ms: int, now_ms: int) -> bytes:
 
 
 def header_of(request: Request, gateway: bytes) -> bytes:
-    """The header of an entry; `gateway` is where its outcome is waited for."""
+    """The header of an entry; `gateway` is the one that waits for its outcome."""
     return encode_header(
         Header(
             version=ENTRY_FORMAT,

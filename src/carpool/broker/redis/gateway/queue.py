@@ -5,11 +5,11 @@
 2. A request is known by its number. Its first outcome counts; what comes later is dropped.
 3. When a shard's node is lost, its requests are queued again elsewhere. When Redis is gone, a gateway with upstreams of
    its own hands them to its local broker (direct mode); one without answers 503. Work may be done twice then; outcomes
-   are given once. When Redis comes back, entries that were handed on are withdrawn, if nobody took them. When it has
-   lost what it had, this gateway's stream of replies too, all that waits here is queued again.
+   are given once. When Redis comes back, entries that were handed on are withdrawn, if no batcher took them. When it
+   has lost what it had, this gateway's stream of replies too, all that waits here is queued again.
 4. What exceeds its owner's share of what is parked here waits in a second line of its tier (broker/owner_quota.py).
-5. Whoever leaves has its entry deleted, and a batcher that took it is told. Whoever waited too long for a slot has it
-   deleted if no batcher took it yet.
+5. When a client leaves, the gateway has its entry deleted, and a batcher that took it hears of that. When a request
+   waited too long for a slot, the gateway has its entry deleted if no batcher took it yet.
 6. This gateway's own clock decides when the time of a request is over. Batchers count on Redis's clock: if that is set,
    they may take a request for late that is not. Then it is queued again.
 """
@@ -56,7 +56,7 @@ from carpool.core.timers import Every, OncePerTurn
 logger = logging.getLogger("carpool.broker")
 
 CANCELS_A_CALL_MAX = 500
-# A script holds up everybody else in Redis: none sees to more streams than this.
+# A script holds up Redis's other clients: none sees to more streams than this.
 STREAMS_A_CALL_MAX = 32
 # What a gateway remembers about lanes, and about entries that it must withdraw when Redis is back.
 GROUPS_KEPT_MAX = 4096
@@ -64,8 +64,8 @@ TO_WITHDRAW_MAX = 100_000
 # After so long a node that is up, but did not delete entries, is asked again.
 TRY_AGAIN_S = 0.25
 MOVING = ("MOVED", "ASK")
-# What batchers say of requests that they take for late. One with so much time left is not: so far apart clocks are only
-# where one was set, or this process stood still.
+# The codes of requests that batchers take for late. A request with so much time left is not: a clock was set, or this
+# process stood still.
 LATE_CODES = (DeadlineExceeded.code, QueueTimeout.code)
 NOT_LATE_S = 0.1
 
@@ -90,7 +90,7 @@ class EnqueueBatch(msgspec.Struct, eq=False):
     requests: list[Request]
     # Their entries' ids, or what came in place of one; empty until Redis has answered.
     entry_ids: list[Any] = msgspec.field(default_factory=list)
-    # Somebody has to be withdrawn as soon as the ids are known.
+    # Some entries have to be withdrawn as soon as the ids are known.
     has_left: bool = False
 
 
@@ -99,7 +99,7 @@ class Withdrawal(NamedTuple):
 
     field: bytes
     entry_id: bytes
-    # Of one that is still parked: what it is told if no batcher has its entry.
+    # Of a request that is still parked: the error that it gets if no batcher has its entry.
     request: Request | None = None
     error: CarpoolError | None = None
 
@@ -108,7 +108,7 @@ class Withdrawal(NamedTuple):
         """In which case it is deleted."""
         if self.request is None:
             return LEFT
-        # One whose time in the queue is over still waits if a batcher took it, also if that gave it back.
+        # A request whose time in the queue is over still waits if a batcher took it, also if that gave it back.
         return NOT_TAKEN if isinstance(self.error, QueueTimeout) else NOT_HELD
 
 
@@ -173,7 +173,7 @@ class RedisQueue:
         self.flush = OncePerTurn(self._flush)
         self._next_shard = 0
         self._up: list[Shard] = []
-        # Entries in each shard, and lanes that count against the bound, as Redis told last; full until it has.
+        # Entries in each shard, and lanes that count against the bound, as Redis last said; full until it has.
         self._held_in = [self._shard_max] * len(keys.shards)
         self._lanes_in = [0] * len(keys.shards)
         # For metrics.
@@ -220,13 +220,13 @@ class RedisQueue:
         return refusal
 
     def refusal_of_all(self, requests: Sequence[Request]) -> CarpoolError | None:
-        """Why those of one call cannot be queued, all of them, as far as this gateway knows."""
+        """Why not all requests of one call can be queued, as far as this gateway knows."""
         if self.mode != "redis":
             return out_of_reach() if self._local is None else self._local.refusal_of_all(requests)
         return memory_full() if self._is_memory_full() else self.pending.refusal_of_all(requests)
 
     def queue_stats(self, model: str, tier: int) -> QueueStats:
-        """Who has synchronous requests of a model and a tier parked here."""
+        """Synchronous requests of a model and a tier parked here, by owner."""
         return self.pending.queue_stats(model, tier)
 
     def cancel(self, request: Request) -> None:
@@ -255,7 +255,7 @@ class RedisQueue:
     def fail_waiting(self, model: str, since: float, error: CarpoolError) -> None:
         """No batcher can serve a model: fail its synchronous requests that came before and that no batcher has.
 
-        No batcher would take what was given back until it is late.
+        Without this, requests that batchers gave back would wait until they are late.
         """
         for request in self.pending.requests():
             is_theirs = request.model == model and not request.is_task and request.arrived < since
@@ -371,7 +371,7 @@ class RedisQueue:
         parts: list[tuple[LaneRequests, list[Request]]] = []
         for group in leaving:
             requests, group.requests = group.requests, []
-            # Somebody may have left, or was handed on, since.
+            # Clients may have left, or requests were handed on, since.
             requests = self.pending.still_here(requests)
             if requests:
                 inputs = [request.input for request in requests]
@@ -392,7 +392,7 @@ class RedisQueue:
                     self._delete(self._keys.shards[number], entries[start : start + CANCELS_A_CALL_MAX])
 
     def _send(self, shard_requests: ShardRequests) -> None:
-        """Queue all of a pile in one shard."""
+        """Queue all of these requests in one shard."""
         if not self._up:
             for _, requests in shard_requests:
                 self._send_again(requests)
@@ -420,7 +420,7 @@ class RedisQueue:
             self._steps.add(shard, additions, partial(self._added, shard, enqueue_batches))
 
     def _submit(self, group: LaneRequests, enqueue_batch: EnqueueBatch, now: float, now_ms: int) -> None:
-        """Queue as many of a parcel as there is room for."""
+        """Queue as many requests of a batch as there is room for."""
         requests = enqueue_batch.requests
         self._steps.submit(
             enqueue_batch.shard,
@@ -501,7 +501,7 @@ class RedisQueue:
                 self.pending.end(request, sorry)
 
     def _send_again(self, requests: Iterable[Request]) -> None:
-        """Their entries are out of reach: by another shard, or by the upstreams of this gateway, or not at all."""
+        """Their entries are out of reach: send them by another shard, by this gateway's upstreams, or not at all."""
         for request in requests:
             if request not in self.pending:
                 continue
@@ -563,7 +563,7 @@ class RedisQueue:
 
     def _deleted(self, shard: Shard, entries: list[Withdrawal], deleted: list[bool] | RedisFailure) -> None:
         if isinstance(deleted, RedisFailure):
-            # Those who wait still have their deadline; the entries of the others are left until the shard is back.
+            # Requests that wait still have their deadline; the entries of the others are left until the shard is back.
             left = [(shard, each.field, each.entry_id) for each in entries if each.request is None]
             self._to_withdraw += left[: TO_WITHDRAW_MAX - len(self._to_withdraw)]
             if self._nodes.is_up(shard.slot):  # it was never away: there was no room for this, or it was refused
@@ -602,7 +602,7 @@ def piles_of(parts: Iterable[tuple[LaneRequests, list[Request]]]) -> Iterable[Sh
 
 
 def memory_full() -> BrokerMemoryFull:
-    """What is told while Redis has hardly any memory left."""
+    """The refusal while Redis has hardly any memory left."""
     return BrokerMemoryFull("the memory of Redis is nearly full; try again soon", retry_after_s=1)
 
 

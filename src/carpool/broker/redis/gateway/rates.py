@@ -8,7 +8,7 @@ from carpool.broker.redis.keys import Shard
 from carpool.broker.redis.redis_ops import RedisOps
 from carpool.core.ports import RateAsk, RateTold
 
-# A script holds up everybody else in Redis: none sees to more owners than this.
+# A script holds up Redis's other clients: none sees to more owners than this.
 OWNERS_A_CALL_MAX = 200
 
 Told = Callable[[str, RateTold | None], None]

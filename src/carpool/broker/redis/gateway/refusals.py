@@ -1,4 +1,4 @@
-"""What clients are told when Redis does not take their requests and tasks."""
+"""The errors that clients get when Redis does not take their requests and tasks."""
 
 from collections.abc import Callable
 
@@ -19,12 +19,12 @@ REFUSALS: dict[str, Callable[[], CarpoolError]] = {
 
 
 def out_of_reach() -> BrokerDown:
-    """What is told when nothing was sent."""
+    """The error when nothing was sent."""
     return BrokerDown("Redis cannot be reached; try again soon", retry_after_s=1)
 
 
 def error_of(failure: RedisFailure) -> CarpoolError:
-    """What a submitter is told."""
+    """The error that the submitter of a task gets."""
     if isinstance(failure, Lost):
         return BrokerDown("Redis was lost: the task may or may not have been accepted; try again", retry_after_s=1)
     if isinstance(failure, NoRoom):

@@ -3,7 +3,7 @@
 It survives a lost connection, unlike pub/sub: what came meanwhile is read when it is back. What was read is trimmed
 away. The stream expires a while after its gateway has gone; batchers never create it, so none is left.
 
-If the stream is missing (somebody deleted it, or Redis has lost its memory), batchers take this gateway for gone and
+If the stream is missing (an operator deleted it, or Redis has lost its memory), batchers take this gateway for gone and
 throw its outcomes away. So the reader looks for it four times a second, makes it anew, and calls `emptied`.
 """
 
@@ -144,7 +144,7 @@ class ReplyReader:
     def _renewed(self, reply: Any) -> None:
         if reply != 0 or not self.is_up or self._is_making:
             return
-        # Somebody deleted it, or it expired while this process stood still.
+        # An operator deleted it, or it expired while this process stood still.
         logger.warning("the stream of replies was gone: what waits here is queued again")
         self._is_making = True
         self.last_seen = b"0-0"  # from the next question on: the one that is out finds what has a higher id

@@ -1,17 +1,17 @@
 """Results that all gateways keep together in Redis, for requests that are the same (core.ports.FarResults).
 
 1. What is asked for in one turn of the event loop is asked for together.
-2. Whatever Redis does, or fails to do, nobody waits longer than `look_s_max`: then there is no result. When that
-   happened, nobody is asked for a while, and what comes meanwhile is kept here as well.
-3. Results are written for nobody in particular: those of a moment together, and whether that succeeds is not waited
-   for. While the memory of Redis is short, what is kept makes room, and nothing is added.
+2. Whatever Redis does, or fails to do, no request waits longer than `look_s_max`: then there is no result. After that
+   the gateway does not ask Redis for a while, and keeps the results that come meanwhile in its own memory as well.
+3. No request waits for a result to be written: the gateway writes those of a moment together, and does not wait for
+   success. While the memory of Redis is short, kept results make room, and none is added.
 4. They are kept in two parts, the later and the earlier ones. When the later part is full it takes the place of the
    earlier, which goes as a whole (scripts/keep.lua): so between half of the bytes that are allowed and all of them are
    in use, and a result costs Redis less than a microsecond.
-5. How old a result is, is told by Redis's clock, which is asked for once in a while. Parts live for longer than their
+5. Redis's clock, which is asked for once in a while, says how old a result is. Parts live for longer than their
    results: one that is too old, or from a time that has not come (the clock was set back), is none.
-6. Where Redis takes results and does not count them (it refuses the script), nothing would bound them: they go, and for
-   a while none is added.
+6. Where Redis takes results and does not count them (it refuses the script), nothing would bound them: the gateway
+   drops them, and adds none for a while.
 """
 
 import logging
@@ -34,7 +34,7 @@ REST_S = 1.0
 LATE_LOOK_S = 0.005
 WRITE_EVERY_S = 0.05
 ASK_TIME_S = 5.0
-# A command holds up everybody else in Redis: none carries more than this, nor more than so much of what may be kept. A
+# A command holds up Redis's other clients: none carries more than this, nor more than so much of what may be kept. A
 # larger result is not kept.
 RESULTS_A_CALL_MAX = 256
 CALL_BYTES_MAX = 1024 * 1024
@@ -52,7 +52,7 @@ Found = Callable[[Output | None, float], None]
 # A result and its age in seconds, and what stands for none.
 Told = tuple[Output | None, float]
 NOTHING: Told = (None, 0.0)
-# By key those who are told: many may ask for the same.
+# By key the callbacks: many requests may ask for the same.
 Wanted = Sequence[tuple[bytes, list[Found]]]
 
 
@@ -62,13 +62,13 @@ class Question:
     __slots__ = ("asked", "wanted")
 
     def __init__(self, wanted: Wanted, asked: float) -> None:
-        # Empty when they were told.
+        # Empty when the callbacks were called.
         self.wanted = wanted
         self.asked = asked
 
 
 class RedisResults:
-    """The way of one gateway to them."""
+    """One gateway's way to these results."""
 
     def __init__(
         self,
@@ -93,11 +93,11 @@ class RedisResults:
         self._clock = clock
         self._wanted: list[tuple[bytes, Found]] = []
         self._ask_soon = OncePerTurn(self._ask)
-        # Those that are out, in their order; answered ones are dropped when they come first.
+        # Questions to Redis, in their order; answered ones are dropped when they come first.
         self._questions: deque[Question] = deque()
         self._looks = Every(LATE_LOOK_S, self._give_up_late)
         self._rests_until = 0.0
-        # By key, with our own time yet. Whoever looks finds them.
+        # By key, with times of our own clock yet. `look` finds them.
         self._leaving: dict[bytes, KeptResult] = {}
         self._leaving_bytes = 0
         self._writes = Every(WRITE_EVERY_S, self.write)
@@ -110,7 +110,7 @@ class RedisResults:
         self._facts = CallFacts(0, 0.0, None, cached=True)
 
     def look(self, key: bytes, found: Found) -> None:
-        """Have `found` told the result and its age in seconds, or None: once, soon, not before this returns."""
+        """Call `found` with the result and its age in seconds, or None: once, soon, not before this returns."""
         self._wanted.append((key, found))
         self._ask_soon.notify()
 
@@ -202,7 +202,7 @@ class RedisResults:
         return Output(kept.value, self._facts, kept.tokens_used), max(0.0, age_s)
 
     def _give_up_late(self) -> None:
-        """Nobody waits for longer."""
+        """End questions that Redis is too late to answer: there is no result."""
         now, questions = self._clock(), self._questions
         while questions and (not questions[0].wanted or questions[0].asked + self._look_s_max <= now):
             question = questions.popleft()
@@ -286,7 +286,7 @@ def tell_nothing(wanted: Wanted) -> None:
 
 
 def tell(those: Iterable[Found], told: Told) -> None:
-    """Tell all of them: one that fails must not keep the others waiting, whom nobody else would tell."""
+    """Call all of them: a callback that fails must not keep the others waiting, which only this loop calls."""
     for found in those:
         try:
             found(*told)

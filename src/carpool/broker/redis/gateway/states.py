@@ -1,6 +1,6 @@
 """How far a request is, for operators: a task in any state, an entry on its way, a request of another gateway.
 
-The state of a task is in Redis. A synchronous request is known to its own gateway, which is asked by its stream of
+The state of a task is in Redis. A synchronous request is known to its own gateway, which others ask over its stream of
 replies.
 """
 
@@ -19,7 +19,7 @@ from carpool.broker.redis.redis_ops import RedisOps
 from carpool.core.errors import CarpoolError
 from carpool.core.timeline import RequestState
 
-# So long other gateways are waited for.
+# How long to wait for other gateways.
 ELSEWHERE_S = 0.5
 
 WhenFound = Callable[[RequestState | CarpoolError | None], None]
@@ -36,7 +36,7 @@ class RequestStates:
         self._lease_ms = lease_ms
         # The other gateways that live.
         self._others = others
-        # Who waits for word of a request from another gateway, by its id, and until when.
+        # By id of a request: the timer of the wait for other gateways, and the callbacks that wait.
         self._asking: dict[str, tuple[asyncio.TimerHandle, list[WhenFound]]] = {}
 
     def of_task(self, task_id: str, answer: WhenFound) -> None:

@@ -8,7 +8,7 @@
 3. What was not confirmed is removed; where the gateway does not know whether Redis has it, it tries that for a while.
    Until the gateway has decided, batchers may work on a task, but it has no outcome: of one that is refused nothing is
    left. If the gateway dies, the task counts as accepted after UNSURE_S.
-4. A dead letter becomes a task in one step. It is never removed: with the task the letter would be lost. It needs no
+4. A dead letter becomes a task in one step. Such a task is never removed: the letter would be lost with it. It needs no
    replicas: where this step is not known, the letter is still there.
 """
 
@@ -86,7 +86,7 @@ class TaskIntake:
         durable_nodes: Nodes | None = None,
         is_memory_full: Callable[[], bool] = no,
         are_webhooks_full: Callable[[], bool] = no,
-        # Is told the codes of outcomes that tasks have from here.
+        # Called with the code of each outcome that a task gets here.
         count: Callable[[str], None] = do_nothing,
         events: Events | None = None,
         clock: Clock = monotonic,
@@ -100,7 +100,7 @@ class TaskIntake:
         # In each shard.
         self._held_max = held_max
         self._bytes_max = (input_bytes_max, stored_bytes_max)
-        # The first so many take tasks, while they are in reach.
+        # The first so many shards take tasks, while they are in reach.
         self._shards_used = shards_used
         self._lanes_max = lanes_max
         self._offsets_ms = line_offsets_ms
@@ -182,7 +182,7 @@ class TaskIntake:
         for line in lines.values():
             try:
                 self._send(shard, line, flush)
-            except Exception:  # somebody waits for a 202
+            except Exception:  # a client waits for a 202
                 logger.exception("tasks could not be queued")
                 for request in line:
                     if not request.ticket.is_sent:  # those that are on their way have an answer of their own

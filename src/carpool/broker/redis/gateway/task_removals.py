@@ -1,8 +1,8 @@
-"""Accepting and removing tasks that Redis has: those that a client deletes, and those that no client was promised.
+"""Accepting and removing tasks that Redis has: those that a client deletes, and those that the gateway refused.
 
-Until a task is accepted it has no outcome. A task that its gateway refused is removed, with its webhook: Redis may not
-have it, or not have it yet, so it is tried for a while. What Redis was not told it is told again. So is a server that
-comes back, or took another's place: the last that this one was told may be lost.
+Until a task is accepted it has no outcome. The gateway removes a task that it refused, with its webhook: Redis may not
+have it, or not have it yet, so it tries for a while. What it could not tell Redis it tells again. It also tells a
+server that comes back, or took another's place, the last acceptances again: that server may have lost them.
 """
 
 from collections import defaultdict, deque
@@ -20,7 +20,7 @@ from carpool.core.timers import Every
 ATTEMPTS = 3
 RETRY_S = 1.0
 DOUBTFUL_MAX = 10_000
-# So many of the last ones that were accepted in a shard are told again.
+# So many of the last acceptances of a shard are sent again.
 LATELY_MAX = 256
 
 
@@ -30,7 +30,7 @@ class TaskRemovals:
     def __init__(self, steps: RedisOps) -> None:
         self._steps = steps
         self._notices = Notices(steps)
-        # How often more a task that Redis did not know is asked for.
+        # How many more times to ask for a task that Redis did not know.
         self._doubtful: dict[str, int] = {}
         # Accepted tasks of which Redis may not know that.
         self._accepted: set[str] = set()
@@ -41,7 +41,7 @@ class TaskRemovals:
         self._tries = Every(RETRY_S, self._try)
 
     def accept(self, task_ids: Sequence[str]) -> None:
-        """Their submitters are told so: these tasks, of one shard, may have outcomes."""
+        """Tell Redis that these tasks, of one shard, are accepted: they may have outcomes."""
         shard = self._steps.keys.shard_of_task(task_ids[0])
         self._lately[shard].extend(task_ids)
         self._tell(shard, task_ids)
@@ -58,7 +58,7 @@ class TaskRemovals:
         self._steps.accept_tasks(shard, task_ids, partial(self._said, task_ids))
 
     def _said(self, task_ids: Sequence[str], found: int | RedisFailure) -> None:
-        if isinstance(found, RedisFailure) and len(self._accepted) < DOUBTFUL_MAX:  # beyond, their time does it
+        if isinstance(found, RedisFailure) and len(self._accepted) < DOUBTFUL_MAX:  # beyond, UNSURE_S does it
             self._accepted.update(task_ids)
             self._tries.start()
 
@@ -73,7 +73,7 @@ class TaskRemovals:
     ) -> None:
         """Remove a task; `done` says whether there was one, `cancelled` is called before if that had no result yet.
 
-        Gateways where a client waits for it are told. `was_refused`: it was never accepted; `receipt`: see
+        Gateways where a client waits for it get a notice. `was_refused`: it was never accepted; `receipt`: see
         ended_tasks.py.
         """
 
@@ -90,14 +90,14 @@ class TaskRemovals:
         self._steps.remove_task(task_id, told, was_refused=was_refused, receipt=receipt)
 
     def remove_if_there(self, task_id: str) -> None:
-        """Its submitter was told that it is not accepted, but Redis may have it: keep trying to remove it."""
+        """The gateway has refused the task, but Redis may have it: keep trying to remove it."""
         if len(self._doubtful) < DOUBTFUL_MAX:  # beyond, they count as accepted when their time for that is over
             self._doubtful[task_id] = ATTEMPTS
             self._tries.start()
 
     @property
     def doubtful(self) -> int:
-        """Tasks that nobody was promised, and that Redis may have."""
+        """Refused tasks that Redis may have."""
         return len(self._doubtful)
 
     def close(self) -> None:

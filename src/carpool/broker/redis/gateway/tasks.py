@@ -3,10 +3,10 @@
 1. A task is accepted (202) only when Redis has it (task_intake.py). Its id names its shard, so any gateway finds it.
 2. Its result, its dead letter and the acknowledgement of its entry are one step. The first written result wins; a task
    that was deleted meanwhile gets none.
-3. A gateway where somebody waits for a task says so in the task; whoever writes the result tells it. A notice can be
-   lost, so every gateway also looks by itself, once a second, at the tasks for which somebody waits there.
-4. A gateway keeps nothing about tasks but those who wait, and for a moment whose results were read: where there is no
-   room for new tasks, such results go first.
+3. A gateway where a client waits for a task says so in the task; the batcher that writes the result sends a notice. A
+   notice can be lost, so every gateway also looks, once a second, at the tasks for which clients wait there.
+4. A gateway keeps nothing about tasks but the polls that wait, and for a moment which results were read: where there is
+   no room for new tasks, such results go first.
 """
 
 from collections import defaultdict
@@ -34,7 +34,7 @@ from carpool.core.task import TAKEN, QueuePlace, StoredTask
 from carpool.core.timers import Every
 
 LOOK_AGAIN_S = 1.0
-# Redis is told of results that were read together: some at a call, which holds up everybody else there.
+# The gateway tells Redis of read results together: some at a call, which holds up Redis's other clients.
 TELL_READ_S = 0.25
 READ_A_CALL_MAX = 256
 READ_MAX = 100_000
@@ -65,12 +65,12 @@ class RedisTasks:
         # Where a task stands, by its id, its model, and how many of its shard go before it.
         self._queue_place = queue_place
         self._polls = Polls(self._read)
-        # Runs while somebody waits.
+        # Runs while polls wait.
         self._looks = Every(LOOK_AGAIN_S, self._look_again)
-        # Tasks whose results were read, of which Redis does not know that. Runs while there are some.
+        # Tasks whose results were read, and of which Redis has not heard yet. Runs while there are some.
         self._read_ids: set[str] = set()
         self._tells_read = Every(TELL_READ_S, self._tell_read)
-        # While true, nobody is kept waiting.
+        # While true, no poll is kept waiting.
         self.draining = False
 
     def __repr__(self) -> str:
@@ -85,7 +85,7 @@ class RedisTasks:
         self._intake.submit(request, accepted, letter_id)
 
     def settled(self, request: Request, outcome: Outcome) -> None:
-        """Nothing to do: who submitted it is told by `accepted`, and its outcome is in Redis."""
+        """Nothing to do: `accepted` answers the submitter, and the outcome is in Redis."""
 
     def look(self, caller: Caller, task_id: str, wait_s: float, forget: bool, answer: WhenPolled) -> Poll:
         """Answer with the task's state: at once, or as soon as it has an outcome but not later than `wait_s`."""
@@ -102,11 +102,11 @@ class RedisTasks:
         return poll
 
     def leave(self, poll: Poll) -> None:
-        """Whoever waited has left."""
+        """The client of a poll has left."""
         self._polls.leave(poll)
 
     def finished(self, task_id: str) -> None:
-        """There is news of a task for which somebody waits here."""
+        """There is news of a task for which a client may wait here."""
         if task_id in self._polls:
             self._look(task_id, partial(self._next_look, task_id))
 
@@ -162,11 +162,11 @@ class RedisTasks:
 
     @property
     def doubtful(self) -> int:
-        """Tasks that nobody was promised, that Redis may have, and that are being removed."""
+        """Refused tasks that Redis may have, and that are being removed."""
         return self._removals.doubtful
 
     def close(self) -> None:
-        """Stop the timers; whoever still waits is not answered."""
+        """Stop the timers; polls that still wait get no answer."""
         self._removals.close()
         self._deleted.close()
         self._late.close()
@@ -179,7 +179,7 @@ class RedisTasks:
     def _look(
         self, task_id: str, done: Callable[[Found], None], *, to_be_told: bool = True, with_standing: bool = False
     ) -> None:
-        """Ask for a task's state, and maybe to be told when it has an outcome, or where it stands."""
+        """Ask for a task's state, and maybe for a notice when it has an outcome, or where it stands."""
 
         shard, receipt = self._steps.keys.shard_of_task(task_id), self._late.receipt()
 
@@ -212,7 +212,7 @@ class RedisTasks:
             self._next_look(poll.task_id, found)
 
     def _next_look(self, task_id: str, found: Found) -> None:
-        """Those who wait go on waiting while there is no outcome, or while Redis is away."""
+        """Polls go on waiting while there is no outcome, or while Redis is away."""
         if isinstance(found, RedisFailure) or (found is not None and found.status == "PENDING"):
             return
         for poll in self._polls.take(task_id):
@@ -238,7 +238,7 @@ class RedisTasks:
             self._tells_read.start()
 
     def _tell_read(self) -> None:
-        """Let Redis know whose results were read. Of those that it is not told nothing is lost: they stay longer."""
+        """Tell Redis which results were read. If that does not arrive, nothing is lost: they stay longer."""
         told, self._read_ids = self._read_ids, set()
         by_shard: defaultdict[Shard, list[str]] = defaultdict(list)
         for task_id in told:

@@ -1,6 +1,6 @@
 """Webhooks that wait in Redis, with the keys of their tasks (core.webhook.Outbox): any gateway sends any of them.
 
-1. A webhook comes into Redis in the step that gives its task its outcome, whoever takes that step.
+1. A webhook comes into Redis in the step that gives its task its outcome, whichever process takes it.
 2. A gateway claims what is due for a while. When it dies, the claim ends, and another gateway sends it.
 3. Which shards have some is what was last counted, at most a second ago.
 """
@@ -17,13 +17,13 @@ from carpool.broker.redis.redis_ops import RedisOps
 from carpool.core.task import StoredTask
 from carpool.core.webhook import DueWebhook, WebhookState, host_of
 
-# A script holds up everybody else in Redis.
+# A script holds up Redis's other clients.
 CLAIMED_A_CALL_MAX = 64
 RETRIED_A_CALL_MAX = 500
 
 
 class RedisOutbox:
-    """Those of one deployment."""
+    """The webhooks of one deployment."""
 
     def __init__(
         self, steps: RedisOps, waiting: Callable[[], tuple[int, int]], shards_with_some: Callable[[], list[Shard]]
@@ -65,14 +65,14 @@ class RedisOutbox:
         await answered(ended)
 
     async def page(self, limit: int) -> list[WebhookState]:
-        """Some of those that wait, the next first."""
+        """Some of the webhooks that wait, the next first."""
         found: list[WebhookState] = []
         for shard in self._keys.shards:
             found += await answered(self._steps.webhooks(shard, limit))
         return sorted(found, key=lambda webhook: webhook.due_in_s)[:limit]
 
     async def retry(self, task_id: str | None) -> int:
-        """Let one, or all, be due now, but for those that are being sent; how many there were."""
+        """Let one webhook, or all, be due now, but for those being sent; how many there were."""
         if task_id is not None:
             if not names_a_shard(task_id):
                 return 0

@@ -5,7 +5,7 @@ from importlib.resources import files
 
 from carpool.broker.redis.client.nodes import Script
 
-# They have no need of what the scripts of a shard share, but use keys of it that they are not given.
+# Scripts that do without common.lua, but use keys of their shard that they are not given.
 OF_A_SHARD = frozenset(("keep",))
 
 
