@@ -69,7 +69,7 @@ class HttpState:
         self.unread_bytes = 0
         # Answers that were errors, by code, for metrics.
         self.problems: dict[str, int] = {}
-        # Upgrade handlers, by path and `Upgrade` in lower case: one answers, and returns the function for received bytes.
+        # Upgrade handlers, by path and `Upgrade` in lower case: each answers, and returns who gets the bytes.
         self.upgrades: dict[tuple[bytes, bytes], Callable[[Exchange], Callable[[bytes], None] | None]] = {}
         # Header lines for the answer to a request with these headers, also if it is refused before the handler sees it.
         self.extra_lines: Callable[[dict[bytes, bytes]], bytes] | None = None
