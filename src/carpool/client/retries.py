@@ -10,7 +10,7 @@
 
 PAUSE_FIRST_S = 0.1
 PAUSE_LAST_S = 5.0
-# The largest share of a pause that jitter adds, where the gateway asks for one.
+# The share that jitter adds at most to a pause that the gateway asks for; PAUSE_FIRST_S if that is more.
 JITTER_SHARE = 0.25
 
 

@@ -117,7 +117,7 @@ class Intake:
         identify: Callable[[dict[bytes, bytes], Peer], Caller] | None = None,
     ) -> None:
         self._gate = gate
-        # Who asks, by what came with the call (names in lower case) and by the other end; raises why not.
+        # The Caller, by the headers of a call (names in lower case) and its peer; raises the refusal.
         self.identify = identify or gate.identify
         # Whether a synchronous request is refused, whatever is in its body; None where that cannot be known.
         self.early = gate.early

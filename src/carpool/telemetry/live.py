@@ -76,7 +76,7 @@ class Collector(Subscriber):
         self._stride = 1
         # A heap of the slowest, the least slow first; `number` keeps requests from being compared.
         self._slow: list[tuple[float, int, SlowRequest, Request]] = []
-        # Batches with a request in the heap; how many were added; and the seconds to beat once the heap is full.
+        # Batches of which a request was added; how many were; and the seconds to exceed once the heap is full.
         self._slow_batches: set[str] = set()
         self._slow_seen = 0
         self._slow_from = -1.0

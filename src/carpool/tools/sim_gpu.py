@@ -121,8 +121,8 @@ def _reset(exchange: Exchange) -> None:
         transport.abort()
 
 
-# How often a row of free ports is looked for: first where the kernel finds one, then below the ports of clients, where
-# a busy machine has no long free row.
+# How often a row of free ports is looked for: first where the kernel finds one, then below the ports that it gives
+# to clients, among which a busy machine has no long free row.
 ANY_PORTS_ATTEMPTS = 64
 PORTS_OF_SERVERS = range(10_000, 32_000)
 

@@ -1,6 +1,6 @@
 """Records requests and batches at their end: a subscriber to events, and a task that writes rows to the store.
 
-1. At an event the recorder only appends to a list. It never reads inputs or outputs.
+1. At an event the recorder only appends to a list. It never reads what inputs and outputs hold.
 2. The list is bounded: a store that is slow or dead costs rows, which are counted, never a request.
 3. Rows are made and written some at a time, so that the event loop is never kept for long; rows that the store did not
    take are tried again, after a pause.

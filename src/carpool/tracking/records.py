@@ -1,7 +1,7 @@
 """What is kept of requests and batches: one row each, at its end. Never what is in them. Pure.
 
-1. The rows of requests are those that `carpool_requests_total` counts: one for each that was admitted and has an outcome.
-   A request that was refused on admission has no row: a flood of refusals must not become a flood of rows. A
+1. The rows of requests are those that `carpool_requests_total` counts: one for each that was admitted and got an
+   outcome. A request that was refused on admission has no row: a flood of refusals must not become a flood of rows. A
    task may end twice (a drain left it to the next process, or a failover of Redis lost its outcome, and it ran again):
    the last row stays, and a store removes those before it.
 2. GPU seconds are the seconds of the call that answered, shared by the requests that it answered. A failed call and a

@@ -33,7 +33,7 @@ FIELDS_MAX = 32
 # Requests, and ids to cancel, in one message of a stream.
 STREAMED_MAX = 1024
 ID_BYTES_MAX = 128
-# Of the text of an error, which is in a status twice: clients take 8 KB of trailers, and three for a byte beyond ASCII.
+# Of an error's text, which is in a status twice, with three bytes for one beyond ASCII: clients take 8 KB of trailers.
 TEXT_BYTES_MAX = 1024
 _NOTHING: Message = b""
 _TASK_STATUS = {"PENDING": 1, "SUCCESS": 2, "FAILED": 3}

@@ -124,11 +124,11 @@ class GrpcServer:
         self.slow.start()
 
     def change_certificate(self, tls: Pems) -> None:
-        """Let new connections have this one."""
+        """Use this certificate for new connections."""
         self._certificate = grpc.ssl_server_certificate_configuration([tls])
 
     def drain(self) -> None:
-        """Say that this process leaves: its health does, and to all clients the end of the listening."""
+        """Announce the drain by the health service; other clients see it when listening stops."""
         self._when_draining()
 
     def stop_listening(self) -> None:

@@ -84,7 +84,7 @@ class SlowCalls:
         return self.now + SWEEP_S + self._write_timeout_s + size / READ_BYTES_PER_S
 
     def answered(self, peer_name: str, size: int) -> None:
-        """The running task ends when its answer has been read."""
+        """Watch the answer of the running task, which ends when the client has read it."""
         self._unread.append((asyncio.current_task(), peer_name, self.time_to_read(size), size))
 
     def sweep(self) -> None:

@@ -81,7 +81,7 @@ class GrpcStreams:
 
 
 class GrpcStream:
-    """One of them. It waits for the outcomes of its requests."""
+    """One stream. It waits for the outcomes of its requests."""
 
     # For traces.
     route = "carpool.v1.Inference/PredictStream"

@@ -176,14 +176,14 @@ class Connection(asyncio.Protocol):
         self.continue_owed = False
         # An error waits for its turn (`error_pace`); later requests wait behind it: a connection has one place there.
         self.is_held = False
-        # For the sweep: bytes handed to the transport, and its last sight of a buffer that does not empty.
+        # For the sweep: bytes handed to the transport; below, when and at which acknowledged byte it last went on.
         self.bytes_out = 0
-        # Of the longest response that did not leave at once: of the first in its buffer the transport keeps what has
-        # left, too (rule 3).
+        # Size of the longest response that did not leave at once: of the first response in its buffer the transport
+        # keeps also the part that has left (rule 3).
         self.kept_bytes = 0
         self.stalled_since = 0.0
         self.acked_then = 0
-        # The same when the client had last read everything, and how much more it had acknowledged: TLS adds to it.
+        # `bytes_out` when the client had last read everything, and how much more it had acknowledged: TLS adds some.
         self.read_then = 0
         self.acked_ahead = 0
 

@@ -21,7 +21,7 @@ _header_names = re.compile(rb"[A-Za-z0-9!#$%&'*+.^_`|~, -]{1,4096}\Z").match
 
 
 class Cors:
-    """Says who is allowed, and stands before the routes."""
+    """Decides which origins are allowed, and stands before the routes."""
 
     def __init__(self, origins: Iterable[str], serve: Callable[[Exchange], None]) -> None:
         self._origins = frozenset(origin.encode() for origin in origins)

@@ -1,4 +1,4 @@
-"""Which models have which faces: those whose upstream takes the same kind of input, whatever protocol it speaks.
+"""Which models each face serves: those whose upstream takes the same kind of input, whatever protocol it speaks.
 
 `json` and `kserve_v1` carry any JSON value: only the model's answer shows what it makes of a text.
 """

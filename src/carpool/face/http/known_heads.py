@@ -7,8 +7,8 @@ kept, by the bytes of the head without that value. It is used only where the par
 1. A whole request in one read, at a message boundary: head, and exactly Content-Length bytes of body.
 2. Same bytes, same result: the head equals, byte for byte, a head that the parser accepted before, but for the digits
    on the line that starts with `Content-Length: `. A head with two such lines was never accepted.
-3. Only these are kept: keep-alive, no Transfer-Encoding, no Expect, no Upgrade, no `traceparent`: a head
-   with one would not come again, and many of them would push out those that do.
+3. Only these are kept: keep-alive, no Transfer-Encoding, no Expect, no Upgrade, no `traceparent`. A
+   traced head would not come again, and many of them would push out those that do.
 4. A head that was found is remembered whole, with the size of its request: same size and same head, so the same
    Content-Length, and the right one. So the next request of that size is known by one comparison on the same
    connection, and by one look-up where the clients behind a connection take turns.

@@ -124,7 +124,7 @@ class KServeV2Routes:
             exchange.respond(503, b'{"error":"not ready"}')
 
     def _model(self, exchange: Exchange, name: bytes, version: str | None) -> tuple[Caller, ServedModel]:
-        """Who asks, and for which model; raises why not."""
+        """The caller and the model of an exchange; raises the refusal."""
         caller = self._intake.identify(exchange.headers, exchange.sink.peer)
         model = model_with_face(self._intake, decoded(name), INFER, caller)
         if version is not None:

@@ -6,7 +6,7 @@
    next ones. A piece is a copy, and what it was made from is dropped: an answer is held once.
 3. What all calls hold of answers is bounded: beyond `bytes_max` a call ends with a 503.
 4. A long answer leaves in parts, as its client reads it.
-5. Whatever fails, any exception, ends its own call with an error in the face's own form.
+5. Any exception ends its own call alone, with an error in the face's own form.
 6. Most calls have one input: these go the short way of `/v1/inference`.
 """
 
@@ -153,7 +153,7 @@ class ListFace(ExchangeWorker):
     def _known(
         self, exchange: Exchange, caller: Caller, call: ListCall | CarpoolError, own_id: str, entry: LimitVerdict
     ) -> None:
-        """The budget that all gateways share has answered."""
+        """The rate limit that all gateways share has let the call in, or refused it."""
         if exchange.has_left:
             return
         try:

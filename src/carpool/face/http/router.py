@@ -12,9 +12,9 @@ QUERY_FIELDS_MAX = 16
 
 
 class Router:
-    """Routes by exact path, or by one of which the last or last but one segment is handed to the route.
+    """Routes by exact path, or by a pattern in which `*` is the last segment or the last but one; the route gets it.
 
-    Of the last one it may be what is before a colon and a verb.
+    Of the last segment it may be the part before a colon and a verb.
     """
 
     def __init__(self) -> None:

@@ -97,7 +97,7 @@ class WebSocketStreams:
         return stream.received
 
     def closed(self, stream: WebSocketStream) -> None:
-        """One of them is over."""
+        """A stream has ended."""
         if stream in self._open:
             self._open.remove(stream)
             self._places.give_back(stream.owner)

@@ -34,7 +34,7 @@ END = b"end"
 
 
 class TaskEvents(ExchangeWorker):
-    """Serves the route, and knows who listens."""
+    """Serves the route, and knows its listeners."""
 
     def __init__(self, intake: Intake, places: Places, *, forget_after_read: bool) -> None:
         self._intake = intake
