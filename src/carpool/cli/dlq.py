@@ -1,6 +1,6 @@
 """`carpool dlq`: look at dead letters, replay or drop them.
 
-The journal belongs to the running gateway, so this asks its admin port. A dead letter holds what strangers sent:
+The journal belongs to the running gateway, so this asks its admin port. A dead letter holds what clients sent:
 nothing of it reaches the terminal but characters that can be printed.
 """
 
@@ -167,7 +167,7 @@ class Gateway:
     """The admin port of a running gateway. No proxy and no redirect is followed: the token goes nowhere else."""
 
     def __init__(self, url: str, token: str, command: str = "dlq") -> None:
-        # Whose complaints these are.
+        # The command that error lines name.
         self._command = command
         try:
             parts = urlsplit(url)
@@ -186,7 +186,7 @@ class Gateway:
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
 
     def ask(self, method: str, target: str, *, may_miss: bool = False) -> Any:
-        """The gateway's JSON answer; whatever else comes ends the command with one line. None: there is nothing."""
+        """The gateway's JSON answer; any other answer ends the command with one line. None: there is nothing."""
         status, body = self._exchange(method, target)
         if status == 204 or (status == 404 and may_miss):
             return None
@@ -207,7 +207,7 @@ class Gateway:
         leave(printable(detail), EXIT_BAD_OPTION if status == 400 else EXIT_FAILED, self._command)
 
     def lines(self, target: str) -> Iterator[bytes]:
-        """An answer that goes on and on, line by line, until the gateway ends it."""
+        """The lines of a streamed answer, until the gateway ends it."""
         from http.client import HTTPException
 
         with self._connected() as connection:

@@ -134,7 +134,7 @@ async def _examine_redis(settings: Settings, *, mend: bool) -> "list[Finding]":
 
 @contextmanager
 def _progress() -> Iterator[Callable[[str], None]]:
-    """Where to say what is being done: a line at the terminal that goes away; else nowhere."""
+    """A function that shows the current step on a passing line of the terminal; without one it does nothing."""
     from rich.console import Console
     from rich.markup import escape
 
@@ -147,7 +147,7 @@ def _progress() -> Iterator[Callable[[str], None]]:
 
 
 def _changes(findings: "Sequence[Finding]", flags: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings to change; where some are, those that the command line gave too, so that a file has all of them."""
+    """The settings to change, with those of the command line, so that a file has all; {} if none has to change."""
     from carpool.settings.dump import without_secrets
 
     found: dict[str, Any] = {path: value for finding in findings for path, value in finding.changes}

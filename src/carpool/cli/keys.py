@@ -184,7 +184,7 @@ def _read_key() -> str:
 
 
 def _check_is_new(key: ApiKey, settings: Settings) -> None:
-    """One key, one name: else nobody could say whose tier and limits count."""
+    """Refuse a key that is known by another name: its tier and limits would be ambiguous."""
     configured = ((name, each.sha256.lower()) for name, each in settings.keys.items())
     for name, digest in (*configured, *((each.name, each.sha256) for each in _do(_store(settings).all))):
         if digest == key.sha256:

@@ -230,7 +230,7 @@ class SimulatedGpus:
         self.address = address
 
     def tell(self, line: str) -> None:
-        """Say something to them."""
+        """Send a line to the process on its stdin."""
         assert self.process.stdin is not None
         self.process.stdin.write(line + "\n")
         self.process.stdin.flush()

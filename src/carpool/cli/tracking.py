@@ -211,7 +211,7 @@ def _print_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         table.add_row(*(Text(cell) for cell in row))
     console = Console()
     if not console.is_terminal:
-        console.width = 1000  # whoever reads a file or a pipe wants whole lines
+        console.width = 1000  # a file or a pipe gets whole lines
     console.print(table)
 
 

@@ -90,7 +90,7 @@ def story(request_id: str, state: "RequestState") -> list[str]:
 
 
 def queue_lines(state: "RequestState") -> list[str]:
-    """Where one stands that waits."""
+    """Where a waiting request stands in its queue."""
     queue = state.queue
     if isinstance(queue, msgspec.UnsetType):
         return []
@@ -103,7 +103,7 @@ def queue_lines(state: "RequestState") -> list[str]:
 
 
 def batch_lines(state: "RequestState") -> list[str]:
-    """With whom it was sent, and to whom."""
+    """The batch of a request, its neighbours there, and its endpoint."""
     batch = state.batch
     if isinstance(batch, msgspec.UnsetType):
         return []
@@ -124,7 +124,7 @@ def reason_text(reason: str) -> str:
 
 
 def wait_lines(state: "RequestState") -> list[str]:
-    """What its time went to: from when on, for how long, for what."""
+    """Where the time of a request went: from when, for how long, for what."""
     if isinstance(state.waits, msgspec.UnsetType):
         return []
     lines, at = ["  its time:"], 0.0

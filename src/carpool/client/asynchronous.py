@@ -1,7 +1,7 @@
 """The client for programs with an event loop.
 
-1. A call ends by its `timeout_s`, whatever the network does: the gateway is told what is left of it, and nobody waits
-   longer here. Waiting for a place, retries and their pauses are in it.
+1. A call ends by its `timeout_s`, whatever the network does: the client sends the gateway what is left of it, and waits
+   no longer itself. Waiting for a place, retries and their pauses are in it.
 2. At most `concurrency` calls are under way. A semaphore sees to that, not the pool of httpx: httpcore 1.0.9 loses a
    place of its pool when a call is cancelled at one moment.
 3. When a call is cancelled, the connection is closed, so the gateway sees it leave.
@@ -46,13 +46,13 @@ except ImportError as missing:
     raise ImportError("the client needs httpx: pip install 'carpool[client]'") from missing
 
 CONNECT_S_MAX = 5.0
-# A look at a task waits so long; and so long passes to the next where the gateway did not wait (it is about to leave).
+# A poll of a task waits so long; the next comes after a pause if the gateway did not wait (it is about to leave).
 POLL_S = 10.0
 POLL_PAUSE_S = 0.2
 
 
 class ClientSettings(TypedDict, total=False):
-    """What both clients may be told."""
+    """The settings of both clients."""
 
     # Else CARPOOL_API_KEY of the environment, if there is one.
     api_key: str
@@ -86,7 +86,7 @@ class AsyncClient:
         self._http = httpx.AsyncClient(
             base_url=url,
             headers=headers,
-            # To read the system's certificates takes longer than the rest of this.
+            # Reading the system's certificates takes longer than the rest of this.
             verify=settings.get("verify", True) if url.lower().startswith("https:") else False,
             timeout=httpx.Timeout(None, connect=CONNECT_S_MAX),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=self._concurrency),
@@ -122,7 +122,7 @@ class AsyncClient:
                     wait_s = max(0.0, min(POLL_S, deadline - asked))
                     try:
                         found = task_in(await self._ask(poll(task_id, int(wait_s * 1000)), wait_s + CONNECT_S_MAX))
-                    except DeadlineExceeded:  # of this look, which had no place or no answer: there is time for more
+                    except DeadlineExceeded:  # of this poll, which had no place or no answer: there is time for more
                         found = None
                     if isinstance(found, TaskOutput):
                         return found
@@ -132,7 +132,7 @@ class AsyncClient:
                         await asyncio.sleep(POLL_PAUSE_S)
 
     async def cancel(self, task_id: str, *, timeout_s: float | None = None) -> None:
-        """Cancel a task that waits, or forget the result of one that is finished; raises UnknownTask."""
+        """Cancel a task that waits, or forget the result of a finished one; raises UnknownTask."""
         await self._ask(cancellation(task_id), timeout_s)
 
     async def stream(
@@ -145,7 +145,7 @@ class AsyncClient:
         """Answers as they come, each with the index of its input.
 
         At most `concurrency` inputs are under way, and as many answers wait to be read: inputs are read no faster.
-        Whoever stops reading must `aclose` it (`contextlib.aclosing`): what is under way is cancelled then.
+        A caller that stops reading must `aclose` it (`contextlib.aclosing`): calls under way are cancelled then.
         """
         number = min(concurrency or self._concurrency, self._concurrency)
         source, is_read = _numbered(inputs), asyncio.Lock()

@@ -1,16 +1,16 @@
 """Whether a call is made again, and when. Pure.
 
 1. Only what may succeed later is repeated (`CarpoolError.retryable`), at most `retries` times a call.
-2. All calls of a client share one budget: a share of them, and a few to begin with. While a gateway refuses everybody,
-   retries of everybody would keep it there.
-3. The pause is what the gateway asks for (Retry-After), else it doubles; with jitter, so that those who were refused
-   together do not come back together. It is never less than what was asked for.
+2. All calls of a client share one budget: a share of them, and a few to begin with. While a gateway refuses all
+   clients, the retries of all would keep it overloaded.
+3. The pause is what the gateway asks for (Retry-After), else it doubles; with jitter, so that clients refused together
+   do not come back together. It is never less than what was asked for.
 4. Nothing is repeated when its pause would end after the deadline.
 """
 
 PAUSE_FIRST_S = 0.1
 PAUSE_LAST_S = 5.0
-# Of a pause that the gateway asks for, the most that is added.
+# The share that jitter adds at most to a pause that the gateway asks for; PAUSE_FIRST_S if that is more.
 JITTER_SHARE = 0.25
 
 
@@ -25,11 +25,11 @@ class ClientRetryBudget:
         self._left = reserve
 
     def called(self) -> None:
-        """A call is made, for the first time. Who was not refused for long has saved no more than the reserve."""
+        """A call is made, for the first time. Saved retries never exceed the reserve."""
         self._left = min(self._left + self._share, self._reserve)
 
     def take(self) -> bool:
-        """Whether one may be repeated now."""
+        """Whether a call may be repeated now."""
         if self._left < 1:
             return False
         self._left -= 1

@@ -1,7 +1,7 @@
-"""The client for programs without an event loop: the other one, on a loop in a thread of its own.
+"""The client for programs without an event loop: an AsyncClient on a loop in a thread of its own.
 
 So it keeps its deadlines too: a blocking read could not be ended in time while a byte comes now and then. Any number of
-threads may use one.
+threads may use one client.
 """
 
 import asyncio
@@ -22,8 +22,8 @@ class Client:
     def __init__(self, url: str = "http://127.0.0.1:8000", **settings: Unpack[ClientSettings]) -> None:
         self._client = AsyncClient(url, **settings)
         self._is_running = threading.Event()
-        # So that what is begun before the end is ended with it, and nothing is begun later. The collector may end a
-        # stream where this is held.
+        # Calls begun before `close` end with it, and none begins later. Reentrant: the garbage collector may end a
+        # stream in a thread that holds it.
         self._lock = threading.RLock()
         self._is_closed = False
         # Of the thread.
@@ -60,7 +60,7 @@ class Client:
         return self._run(self._client.result(task_id, timeout_s=timeout_s))
 
     def cancel(self, task_id: str, *, timeout_s: float | None = None) -> None:
-        """Cancel a task that waits, or forget the result of one that is finished; raises UnknownTask."""
+        """Cancel a task that waits, or forget the result of a finished one; raises UnknownTask."""
         self._run(self._client.cancel(task_id, timeout_s=timeout_s))
 
     def stream(
@@ -72,7 +72,7 @@ class Client:
             while (answer := self._run(_next(answers))) is not None:
                 yield answer
         finally:
-            # In the client's own thread nobody may wait: there the collector found it, and asyncio closes `answers`.
+            # The client's own thread must not wait: there the collector ended this, and asyncio closes `answers`.
             if not self._is_closed and threading.current_thread() is not self._thread:
                 self._run(_close(answers))
 
@@ -106,7 +106,7 @@ class Client:
         try:
             return future.result()
         except BaseException:
-            future.cancel()  # whoever interrupts the wait ends the call; for one that has failed it does nothing
+            future.cancel()  # an interrupted wait ends the call; for a call that has failed it does nothing
             raise
 
 
@@ -115,14 +115,14 @@ async def _next(answers: AsyncGenerator[Answer, None]) -> Answer | None:
 
 
 async def _close(answers: AsyncGenerator[Answer, None]) -> None:
-    # Whoever was interrupted while it waited has cancelled that, which takes a moment; nothing tells when.
+    # A caller that was interrupted has cancelled its `anext`, which takes a moment; no event tells when it has ended.
     while getattr(answers, "ag_running", False):  # noqa: ASYNC110
         await asyncio.sleep(0.001)
     await answers.aclose()
 
 
 def _readable(inputs: Iterable[Any]) -> Iterable[Any] | AsyncIterable[Any]:
-    """What may take its time to give an input must not hold up the loop; a sequence of another type may, too."""
+    """Inputs that may take their time, as any but a list or a tuple may, are read in threads, not on the loop."""
     return inputs if type(inputs) in (list, tuple) else _from_threads(inputs)
 
 

@@ -20,7 +20,7 @@ from carpool.core.errors import (
 from carpool.core.problem import TYPE_PREFIX
 
 T = TypeVar("T")
-# What keeps tasks failed: it may have kept this one.
+# The store of tasks failed: it may have kept this one.
 DOUBTFUL = (BrokerDown, JournalFailed)
 _ERRORS = {kind.code: kind for kind in all_errors()}
 
@@ -38,7 +38,7 @@ class LostAnswer(Unreachable):
 
 
 class CallOptions(TypedDict, total=False):
-    """What may be said of a call."""
+    """The options of a call."""
 
     model: str
     parameters: Mapping[str, Any]
@@ -51,7 +51,7 @@ class CallOptions(TypedDict, total=False):
 
 
 class SubmitOptions(CallOptions, total=False):
-    """What may be said of a task."""
+    """The options of a task."""
 
     # How long the task may take; `timeout_s` is for the submission.
     task_timeout_s: float
@@ -101,13 +101,13 @@ class ClientCall(NamedTuple):
     path: str
     headers: dict[str, str]
     body: bytes = b""
-    # Whether it does no harm to send it again when nobody knows if it arrived.
+    # Whether it does no harm to send it again when it may have arrived.
     is_repeatable: bool = True
-    # Whether the gateway is told how much time is left.
+    # Whether the client sends the gateway how much time is left.
     has_deadline: bool = False
 
     def may_repeat(self, error: CarpoolError) -> bool:
-        """Whether it may be sent again after this error. One without a code is not the gateway's own refusal."""
+        """Whether it may be sent again after this error. An error without a code is not the gateway's own refusal."""
         is_refusal = error.code != CarpoolError.code and not isinstance(error, DOUBTFUL)
         nothing_came_of_it = is_refusal or type(error) is Unreachable
         return error.retryable and (self.is_repeatable or nothing_came_of_it)
@@ -140,13 +140,13 @@ _problem = msgspec.json.Decoder(_Problem).decode
 
 
 def prediction_call(value: Any, options: CallOptions, request_id: str) -> ClientCall:
-    """A synchronous request. It says so: a gateway may make tasks of those that say nothing."""
+    """A synchronous request, with its mode: a gateway may make a task of a request without one."""
     body = body_of(value, options) | {"mode": "sync"}
     return ClientCall("POST", "/v1/inference", headers_of(options, request_id), _encode(body), has_deadline=True)
 
 
 def submission(value: Any, options: SubmitOptions, request_id: str) -> ClientCall:
-    """A task. Sent twice it would be two: when nobody knows whether it arrived, that is its submitter's to decide."""
+    """A task. Sent twice it would be two tasks: if it may have arrived, its submitter decides whether to repeat it."""
     body = body_of(value, options) | {"mode": "async"}
     if "callback_url" in options:
         body["callback_url"] = options["callback_url"]
@@ -167,7 +167,7 @@ def cancellation(task_id: str) -> ClientCall:
 
 
 def body_of(value: Any, options: CallOptions) -> dict[str, Any]:
-    """The fields that both kinds have."""
+    """The fields that requests and tasks have."""
     names: tuple[Literal["model", "parameters", "client_id"], ...] = ("model", "parameters", "client_id")
     return {"input": value} | {name: options[name] for name in names if name in options}
 
@@ -203,7 +203,7 @@ def task_in(body: bytes) -> TaskOutput | CarpoolError | None:
 
 
 def error_in(status: int, body: bytes, retry_after: str | None) -> CarpoolError:
-    """The error that a response tells: the gateway's own class, or what comes next to a proxy's answer."""
+    """The error in a response: of the gateway's own class, else of the class nearest to the status."""
     try:
         problem = _problem(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

@@ -2,12 +2,12 @@
 
 A face translates: bytes of its protocol to the arguments here, outcomes back to bytes. It gives
 
-1. `identify`, before it parses a body, what came with the call; the Caller is then known, or was refused; one with a
-   `limit` then has to `enter`, which may take a moment;
-2. `ask` an input that somebody waits for: the waiter is told the outcome, a refusal too;
+1. `identify`, before it parses a body, what came with the call; the Caller is then known, or was refused; a Caller
+   with a `limit` then has to `enter`, which may take a moment;
+2. `ask` an input whose client waits: the waiter gets the outcome, also if that is a refusal;
 3. `ask_all` several of them that belong together: all come in, or none;
 4. `submit` a task, `look` at one, `delete` one;
-5. `cancel` whoever has left.
+5. `cancel` the requests of clients that have left.
 """
 
 import logging
@@ -37,9 +37,9 @@ logger = logging.getLogger("carpool.face")
 
 # So many requests of a call are made in a turn of the event loop: each takes some microseconds.
 PREPARED_A_TURN = 256
-# Told all outcomes of a call, or one error and the number of the input that it is of.
+# Called with all outcomes of a call, or with one error and the number of the input that failed.
 WhenAllEnded = Callable[[Sequence[Any], int | None], None]
-# Makes of an output, as it comes, what is kept of it.
+# Called with each output as it comes; what it returns is kept in its place.
 Came = Callable[[int, Output], Any]
 # How many of the last requests can be asked for at /internal/requests/{id}.
 RECENT_KEPT = 8192
@@ -63,7 +63,7 @@ def make_uuids() -> None:
 class ServedTensors(msgspec.Struct, frozen=True):
     """What is known of the tensors of a model that takes some."""
 
-    # The one version that is served; "" where they are not told apart.
+    # The one version that is served; "" where the model has no versions.
     version: str = ""
     # Of its only input, if that is configured; the shape with the batch dimension.
     name: str = ""
@@ -117,7 +117,7 @@ class Intake:
         identify: Callable[[dict[bytes, bytes], Peer], Caller] | None = None,
     ) -> None:
         self._gate = gate
-        # Who asks, by what came with the call (names in lower case) and by the other end; raises why not.
+        # The Caller, by the headers of a call (names in lower case) and its peer; raises the refusal.
         self.identify = identify or gate.identify
         # Whether a synchronous request is refused, whatever is in its body; None where that cannot be known.
         self.early = gate.early
@@ -132,15 +132,15 @@ class Intake:
         self._clock = clock
         self._recent = Recent(RECENT_KEPT)
         self._add_plain = self._recent.add_plain
-        # In which all faces do what takes several steps: of a turn of the event loop they have a part together.
-        # And those in which long bodies are read, one step each: no short message waits behind them.
+        # Work of all faces in several steps: together it takes a bounded part of each turn of the event loop.
+        # And the reading of long bodies, one step each: no short message waits behind them.
         self.turns = SharedTurns()
         self.long_turns = SharedTurns()
 
     def model(self, name: str, caller: Caller) -> ServedModel:
-        """The model with this name; raises UnknownModel, also for one that the caller may not ask for.
+        """The model with this name; raises UnknownModel, also for a model that the caller may not use.
 
-        It is told of its own models only: of the others it cannot find out that they are there.
+        The error names the models that the caller may use: it cannot find out which others exist.
         """
         model = self._models.get(name)
         if model is None or (caller.models is not None and name not in caller.models):
@@ -175,10 +175,10 @@ class Intake:
         client_id: str = "",
         options: RequestOptions = NO_OPTIONS,
     ) -> Request:
-        """Let a synchronous request in. One that is refused has its outcome, the refusal, when this returns.
+        """Let a synchronous request in. A refused request has its outcome, the refusal, when this returns.
 
         `parameters` are canonical JSON, or b""; `ticket` is the waiter's own. Raises Malformed if the model's protocol
-        cannot carry the input, UnknownModel if the caller may not ask for the model: then nobody waits.
+        cannot carry the input, UnknownModel if the caller may not use the model: then the waiter is not called.
         """
         if caller.models is not None and model.name not in caller.models:
             raise self._unknown_to(caller)
@@ -207,13 +207,13 @@ class Intake:
             self._recent.add(request)
         elif parameters:
             self._recent.add(request)
-        else:  # nobody gave it a lane: it keeps nothing when it is over
+        else:  # it has no lane of its own yet: it keeps nothing when it is over
             self._add_plain(request)
         gate, limit = self._gate, caller.limit
         if limit is None or not limit.concurrent or (refusal := gate.hold(request, limit.concurrent)) is None:
             refusal = gate.admit(request) if model.sharing is None else model.sharing.ask(request, options)
         if refusal is not None:
-            request.settle(refusal, now)  # and the ring must not keep inputs of those who were refused
+            request.settle(refusal, now)  # `_recent` must not keep the inputs of refused requests
         return request
 
     def ask_all(
@@ -230,11 +230,11 @@ class Intake:
         begin_trace: Callable[[], Trace | None] | None = None,
         route: str = "",
     ) -> "RequestGroup":
-        """Let the inputs of one call in, all or none; `answer` is told all outcomes in their order, or one error.
+        """Let the inputs of one call in, all or none; `answer` gets all outcomes in their order, or one error.
 
-        The first that is refused, or fails, ends the others; its number is told with its error, which is None where
-        it is the whole call's. What `came` makes of an output, as it comes, is kept in its place. A long call comes in
-        over some turns of the event loop. Raises UnknownModel if the caller may not ask for the model.
+        The first input that is refused, or fails, ends the others; `answer` gets its error and its number, or None if
+        the error is that of the whole call. What `came` returns for an output is kept in its place. A long call comes
+        in over some turns of the event loop. Raises UnknownModel if the caller may not use the model.
         """
         if caller.models is not None and model.name not in caller.models:
             raise self._unknown_to(caller)
@@ -269,7 +269,7 @@ class Intake:
         self._guarded(coming, self._let_in)
 
     def _guarded(self, coming: "_Coming", step: Callable[["_Coming"], None]) -> None:
-        """Do a step of letting a call in; whatever fails, nobody is left waiting."""
+        """Do a step of letting a call in; if it fails, the whole call fails, and its client gets the error."""
         try:
             step(coming)
         except Exception as failure:
@@ -321,7 +321,7 @@ class Intake:
             sharing.needing(requests, options, lambda needing: self._guarded(coming, partial(self._judge, needing)))
 
     def _judge(self, needing: Sequence[Request], coming: "_Coming") -> None:
-        """Let a call in of which these must be sent, or say why not."""
+        """Let a call in, or refuse it; `needing` are its requests that no cached or shared result serves."""
         refusal = self._gate.judge_all(needing) if needing and not coming.group.is_over else None
         if refusal is not None:
             self._refuse_all(coming, refusal)
@@ -336,7 +336,7 @@ class Intake:
         group, requests, options = coming.group, coming.requests, coming.options
         gate, sharing, now = self._gate, coming.model.sharing, self._clock()
         for number, request in enumerate(requests):
-            if group.is_over:  # what came before has failed: nobody waits for the rest
+            if group.is_over:  # an earlier request of the call has failed, or the client left
                 self._end_all(requests[number:], ClientLeft("the client left"))
                 return
             group.requests.append(request)
@@ -348,7 +348,7 @@ class Intake:
                 group.came_in = True
 
     def _end_all(self, requests: Sequence[Request], error: CarpoolError) -> None:
-        """Those that did not come in: what they hold is not needed any more."""
+        """Settle requests that did not come in, without a waiter, so that they hold nothing any more."""
         now = self._clock()
         for request in requests:
             request.waiter, request.result = NOBODY, None
@@ -368,7 +368,7 @@ class Intake:
     ) -> None:
         """Let a task in: `accepted(request, None)` once it is safe, or `accepted(request, error)`. Raises as `ask`.
 
-        `callback_url`, if its outcome is to be sent somewhere, must be one that `check_callback` let pass.
+        `callback_url`, "" if there is none, must have passed `check_callback`.
         """
         if caller.models is not None and model.name not in caller.models:
             raise self._unknown_to(caller)
@@ -399,7 +399,7 @@ class Intake:
 
         def told(error: CarpoolError | None) -> None:
             if error is not None:
-                request.settle(error, self._clock())  # the ring must not keep inputs of those who were refused
+                request.settle(error, self._clock())  # `_recent` must not keep the inputs of refused tasks
             accepted(request, error)
 
         if model.sharing is None:
@@ -420,7 +420,7 @@ class Intake:
         return self._tasks.look(caller, task_id, wait_s, forget, answer)
 
     def leave(self, ticket: object) -> None:
-        """Whoever called `look` does not wait any more."""
+        """The caller of `look` does not wait any more."""
         self._tasks.leave(ticket)
 
     def delete(self, *, caller: Caller, task_id: str, done: Callable[[CarpoolError | None], None]) -> None:
@@ -428,7 +428,7 @@ class Intake:
         self._tasks.delete(caller, task_id, done)
 
     def cancel(self, request: Request) -> None:
-        """Whoever waited for a synchronous request has left."""
+        """The client of a synchronous request has left."""
         self._queue.cancel(request)
 
     def find_recent(self, request_id: str) -> Request | None:
@@ -446,9 +446,9 @@ def apply(options: RequestOptions, request: Request) -> None:
 
 
 def shorten(request: Request, timeout_s: float) -> None:
-    """Give a request the deadline that its client wishes for, if that is sooner than everybody's.
+    """Give a request the deadline that its client wishes for, if that is sooner than the configured one.
 
-    Its `queue_timeout_s` stays: what has that in common is kept, and queued, together.
+    Its `queue_timeout_s` stays: requests with the same one are kept, and queued, together.
     """
     deadline = request.arrived + timeout_s
     if deadline < request.deadline:
@@ -468,7 +468,7 @@ class RequestGroup:
         self._missing = size
         # Those that came in.
         self.requests: list[Request] = []
-        # Whether there were such; an error of the call is then traced with them.
+        # Whether a request came in; an error of the call is then traced with the requests.
         self.came_in = False
         # Answered, or left.
         self.is_over = False
@@ -494,27 +494,27 @@ class RequestGroup:
             self.tell(self._outcomes)
 
     def fail(self, error: CarpoolError, number: int | None = None) -> None:
-        """Tell an error, of one of them or of all, in place of everything."""
+        """Answer the call with an error, of one request or of all, and cancel the others."""
         if not self.is_over:
             answer = self._answer
             self.leave()
             _tell(answer, [error], number)
 
     def tell(self, outcomes: Sequence[Any]) -> None:
-        """All are there."""
+        """Answer the call with all outcomes."""
         answer = self._answer
         self._end()
         _tell(answer, outcomes, None)
 
     def leave(self) -> None:
-        """Nobody waits for any of them any more."""
+        """The client has left, or the call has failed: cancel all requests."""
         requests = self.requests
         self._end()
         for request in requests:
             self._intake.cancel(request)  # does nothing to those that have an outcome
 
     def _end(self) -> None:
-        # The requests are kept for a while, and so is their waiter: what it was told, and whom it tells, must not be.
+        # `Recent` keeps the requests, and so this waiter, for a while: it must not keep outcomes and callbacks alive.
         self.is_over = True
         self._outcomes, self.requests, self._answer, self._came = [], [], _tell_nobody, None
 
@@ -534,7 +534,7 @@ class _Coming(msgspec.Struct, eq=False):
 
 
 def _tell(answer: WhenAllEnded, outcomes: Sequence[Any], number: int | None) -> None:
-    """Whatever goes wrong where an answer is written, its client is told that."""
+    """Call `answer`; if it fails, call it with that error, so that the client gets an answer."""
     try:
         answer(outcomes, number)
     except Exception as failure:
@@ -545,11 +545,11 @@ def _tell(answer: WhenAllEnded, outcomes: Sequence[Any], number: int | None) -> 
 
 
 def _tell_nobody(outcomes: Sequence[Any], number: int | None) -> None:
-    """Whoever waited was told, or left."""
+    """Do nothing: the client has its answer, or has left."""
 
 
 def as_error(failure: Exception) -> CarpoolError:
-    """What is told of an exception; if it is a defect of ours, the log has it all."""
+    """The error for the client; an exception that is not of the tree is a defect, and is logged."""
     if isinstance(failure, CarpoolError):
         without_frames(failure)
         return failure
@@ -559,7 +559,7 @@ def as_error(failure: Exception) -> CarpoolError:
 
 class _Nobody:
     def settled(self, request: Request, outcome: Outcome) -> None:
-        """Whoever keeps tasks puts itself in this place."""
+        """Do nothing. Where tasks are kept, the store makes itself the waiter of a task."""
 
 
 NOBODY = _Nobody()

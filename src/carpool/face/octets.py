@@ -6,9 +6,9 @@ What an output is as `application/octet-stream`, for clients of `/v1/predict` th
 2. The output is JSON, and what JSON has for bytes: a base64 text, or `{"b64": text}`. Those bytes.
 3. Any other output stays JSON, whatever is accepted: the answer's `Content-Type` says so.
 
-Where it is configured that a model's clients send bytes and get some (`bytes_as`), it is also said what the model has
-in their place: what its protocol has for bytes, as above, a text, or any JSON. An output that is not of that kind is
-the bytes of its JSON.
+The setting `bytes_as` lets the clients of a model send and get bytes, and says what the model has in their place: the
+form that its protocol has for bytes, as above, a text, or any JSON. An output of another form is sent as the bytes of
+its JSON.
 """
 
 from binascii import Error, a2b_base64

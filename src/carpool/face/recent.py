@@ -6,20 +6,20 @@ from itertools import chain
 
 from carpool.core.request import Request
 
-# A request that is over keeps its parameters, its lane and its callback: all together may have so many.
+# Ended requests keep parameters, lane and callback: so many bytes over all of them.
 RECENT_BYTES_MAX = 8 * 1024 * 1024
 
 
 class Recent:
-    """They are found by looking at them all: only a person who looks for one pays."""
+    """A lookup scans all of them: only a person who looks for a request pays."""
 
     def __init__(self, number_max: int, bytes_max: int = RECENT_BYTES_MAX) -> None:
-        # Of those with parameters, and of those without.
+        # Of requests whose `size_of` is 0, and of the others: each may have so many.
         self._number_max = number_max
         self._bytes_max = bytes_max
         plain: deque[Request] = deque(maxlen=number_max)
         self._plain = plain
-        # On the hot path: one of which `size_of` is 0.
+        # On the hot path, for a request whose `size_of` is 0.
         self.add_plain: Callable[[Request], None] = plain.append
         self._long: deque[Request] = deque()
         self._bytes = 0

@@ -101,7 +101,7 @@ def check_together(settings: Settings, where: Where) -> None:
 
 
 def warnings_of(settings: Settings) -> list[str]:
-    """What can be done as the settings say, and is hardly what anybody wants."""
+    """Warnings about settings that are valid, but hardly intended."""
     total_s, queue_s = total_timeout_s(settings), settings.broker.queue_timeout_s
     is_set = settings.broker.total_timeout_s is not None
     total = f"broker.total_timeout_s ({total_s:g} s{'' if is_set else ', as it is not set'})"
@@ -260,7 +260,7 @@ def _check_proxies(proxies: list[str], where: str) -> None:
 
 
 def _check_broker(broker: BrokerSettings, where: Where) -> None:
-    """The way to Redis, as far as it can be told without going there."""
+    """Check the settings of Redis, as far as that is possible without a connection."""
     check_name(broker.namespace, where("broker.namespace"))
     if not broker.url:
         for name in ("password_file", "tls_ca", "tls_cert", "tls_key"):
@@ -285,7 +285,7 @@ def _check_broker(broker: BrokerSettings, where: Where) -> None:
 
 
 def _check_tracking(settings: Settings, where: Where) -> None:
-    """The store of tracking, as far as it can be told without going there. Its URL may hold a password."""
+    """Check the store of tracking without connecting to it. Its URL may hold a password."""
     tracking = settings.tracking
     if tracking.store == "postgres":
         if not tracking.url.startswith(("postgresql://", "postgres://")):
@@ -437,7 +437,7 @@ def _check_context(files: TlsFiles, at: Where) -> None:
 
 
 def _check_tls_is_used(section: UpstreamSettings | ModelSettings, endpoints: Iterable[str], at: Where) -> None:
-    """Whoever sets certificates wants TLS: a plain `http://` must not pass unnoticed."""
+    """Refuse certificates where no endpoint uses TLS: a plain `http://` must not pass unnoticed."""
     key = "tls_ca" if section.tls_ca else "tls_cert" if section.tls_cert else None
     if key and endpoints and all(url.startswith(PLAIN_ENDPOINTS) for url in endpoints):
         raise ConfigError(f"{at(key)} is of no use: no endpoint starts with https:// or grpcs://")

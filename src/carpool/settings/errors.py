@@ -24,7 +24,7 @@ def faults_at(place: str) -> Iterator[None]:
 
 
 def unknown(kind: str, name: str, source: str, known: Iterable[str]) -> ConfigError:
-    """The error for a name that does not exist, with the one that was probably meant."""
+    """The error for a name that does not exist, with the name that was probably meant."""
     known = list(known)
     # First what is spelled alike in the same section, then the same key in another one (`gateway.port` for `port`),
     # then what is spelled alike anywhere.

@@ -124,7 +124,7 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, _Given]:
         is_list = get_origin(get_args(key.hint)[0]) is list
         value = [item.strip() for item in text.split(",") if item.strip()] if is_list else text
         if key.is_secret and not value:
-            continue  # whoever forgot to fill it in did not mean that nothing is asked for
+            continue  # an empty secret was forgotten: it must not turn credentials off
         given[key.path] = _Given(value, f"environment {variable}", True)
     return given
 
@@ -170,7 +170,7 @@ def _from_flags(flags: Mapping[str, Any]) -> dict[str, _Given]:
 
 
 def _build_listed(cls: type[SectionT], path: str, value: Any, file_name: str) -> SectionT:
-    """An entry of `tiers`, `models` or `keys`, whose keys nobody has checked yet."""
+    """An entry of `tiers`, `models` or `keys`, whose keys are checked here."""
     table = _table(value, path, file_name)
     keys = {key.name: key for key in section_keys(cls, f"{path}.")}
     for name in table:

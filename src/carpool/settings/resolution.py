@@ -60,7 +60,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def models_of(settings: Settings) -> dict[str, Model]:
-    """Every model by name, where none is configured the one that stands for all; raises ConfigError."""
+    """Every model by name; where none is configured, the single model `settings.model`. Raises ConfigError."""
     named = settings.models or {settings.model: ModelSettings()}
     return {name: resolve(settings, name, own) for name, own in named.items()}
 

@@ -1,10 +1,10 @@
-"""Sends spans to a receiver by OTLP over HTTP. It never keeps anybody waiting, and what it holds is bounded.
+"""Sends spans to a receiver by OTLP over HTTP. It never holds a request up, and what it holds is bounded.
 
 1. Spans leave once a second, or as soon as there are many; one call at a time.
 2. A receiver that is away, or asks for patience (429, 502, 503, 504), gets the same spans again, a few times, later and
-   later. Then, or if it refuses them, they are dropped. So are those for which there is no room meanwhile.
+   later. Then, or if it refuses them, the spans are dropped. So are spans for which there is no room meanwhile.
 3. A receiver may take a call and reject some of its spans (`partial_success`): these are not sent again, as OTLP wants.
-4. Drops are counted. Of a receiver that fails, and that works again, one line is logged each.
+4. Drops are counted. One line is logged when the receiver begins to fail, and one when it works again.
 """
 
 import asyncio
@@ -81,7 +81,7 @@ class Exporter:
             self._due.set()
 
     async def close(self) -> None:
-        """Send what there is, if that takes but a moment."""
+        """Send what is left, within LAST_S."""
         self._closing.set()
         self._due.set()
         if self._task is not None:
@@ -163,7 +163,7 @@ class Exporter:
 
 
 async def wait(event: asyncio.Event, seconds: float) -> None:
-    """Until it is set, or so long."""
+    """Wait until the event is set, for so many seconds at most."""
     try:
         async with asyncio.timeout(seconds):
             await event.wait()

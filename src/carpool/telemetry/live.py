@@ -1,11 +1,11 @@
-"""What happens in a second, collected while somebody looks and no longer. Pure: `now` is an argument.
+"""What happens in a second, collected only while there is a viewer. Pure: `now` is an argument.
 
-1. `Collector` is told of requests and batches (core/events.py) and cuts a `LivePart` each second. What it keeps is
+1. `Collector` gets events of requests and batches (core/events.py) and cuts a `LivePart` each second. What it keeps is
    bounded: counts, the slowest few requests, the batches under way, and BATCHES_MAX of those that ended. Where more
-   ended, every second of them is kept, then every fourth, and so on. Those of its slow requests that were shown are
-   remembered for as long as a page shows them: others of the same time are forgotten sooner.
+   ended, every second of them is kept, then every fourth, and so on. Slow requests that were shown are
+   remembered for as long as a page shows them; other requests of the same time are forgotten sooner.
 2. A call that failed and was made again is shown as a batch of its own that ended with an error.
-3. `Merger` adds up the parts of a fleet. What happened in a part counts once, whenever it comes; rates and totals are
+3. `Merger` adds up the parts of a fleet. The events of a part count once, whenever it comes; rates and totals are
    those of the last part of each process.
 """
 
@@ -42,11 +42,11 @@ from carpool.core.snapshot import FleetState, OutcomeNumbers, SheddingNumbers, S
 Item = TypeVar("Item")
 Key = TypeVar("Key")
 
-# Latencies are of so many seconds: one has too few requests for a p99.
+# Latencies are of so many seconds: one second has too few requests for a p99.
 WINDOW_SECONDS = 10
 # Endpoints of a model that an event shows.
 ENDPOINTS_SHOWN_MAX = 256
-# What a call is said to have ended with that was made again.
+# The result that is shown for a call that failed and was made again.
 FAILED = "upstream-failed"
 
 
@@ -76,12 +76,12 @@ class Collector(Subscriber):
         self._stride = 1
         # A heap of the slowest, the least slow first; `number` keeps requests from being compared.
         self._slow: list[tuple[float, int, SlowRequest, Request]] = []
-        # Those of which one was among them; and what is slow enough, when there are enough.
+        # Batches of which a request was added; how many were; and the seconds to exceed once the heap is full.
         self._slow_batches: set[str] = set()
         self._slow_seen = 0
         self._slow_from = -1.0
 
-    # What it is told of.
+    # Events.
 
     def admitted(self, request: Request) -> None:
         """A request came in."""
@@ -91,7 +91,7 @@ class Collector(Subscriber):
         """A call begins. One of the same batch before it has failed."""
         named = batch[0].batch
         if named is None or named.ended:
-            return  # it is a search among those of a batch that is over: nobody tells when that call ends
+            return  # a search call among the requests of a batch that is over: no event tells its end
         counts = [0] * len(self._tier_names)
         for request in batch:
             counts[request.tier] += 1
@@ -117,7 +117,7 @@ class Collector(Subscriber):
         else:
             self._failed[tier] += 1
         if request.is_task:
-            return  # nobody waits on the line for it
+            return  # no client waits for its outcome
         seconds = request.ended - request.arrived
         if is_ok:
             latencies, step = self._latencies[tier], step_of(seconds * 1000)
@@ -126,7 +126,7 @@ class Collector(Subscriber):
             self._keep_slow(seconds, request, outcome)
 
     def _keep_slow(self, seconds: float, request: Request, outcome: Outcome) -> None:
-        """One of each batch: its neighbours tell the same story."""
+        """Keep one slow request of each batch: the others of the batch have the same timeline."""
         batch_id = outcome.call.batch_id if isinstance(outcome, Output) else batch_id_of_failure(request)
         kept = self._slow
         if batch_id and batch_id in self._slow_batches:
@@ -150,7 +150,7 @@ class Collector(Subscriber):
             self._stride *= 2
             self._ended = self._ended[1::2]
 
-    # What it tells.
+    # The part of a second.
 
     def cut(
         self,
@@ -166,7 +166,7 @@ class Collector(Subscriber):
         outcomes, shedder = numbers.get(OutcomeNumbers), numbers.get(SheddingNumbers)
         shed = self._newly_shed(shedder) if isinstance(shedder, SheddingNumbers) else [0] * len(self._tier_names)
         self._number += 1
-        # Those under way first: they are what is seen longest.
+        # Batches under way first: they are shown longest.
         batches = [*self._running.values(), *self._ended]
         part = LivePart(
             name=name,
@@ -217,7 +217,7 @@ class Merger:
         self._latencies: deque[list[dict[int, int]]] = deque(maxlen=WINDOW_SECONDS)
 
     def event(self, snapshot: Snapshot, parts: Sequence[LivePart], at: float, viewers: int) -> LiveEvent:
-        """A second of those whose last parts these are."""
+        """The event of a second; `parts` are the last part of each process."""
         fresh = [part for part in parts if part.number > self._counted.get(part.name, 0)]
         self._counted = {part.name: part.number for part in parts}
         self._latencies.append([self._summed(fresh, tier) for tier in range(len(self._tier_names))])
@@ -251,7 +251,7 @@ class Merger:
     def _rates(
         self, tier: int, name: str, parts: Sequence[LivePart], latencies: dict[int, int], waiting: int
     ) -> LiveRates:
-        # Of the last part of each, counted before or not: their seconds do not end together.
+        # From the last part of each process, counted before or not: their seconds do not end together.
         def rate(field: str) -> float:
             total = 0.0
             for part in parts:
@@ -302,7 +302,7 @@ def thinned(items: Sequence[Item], most: int) -> Sequence[Item]:
 
 
 def shown(fleet: FleetState) -> FleetState:
-    """With so many endpoints as a person can look at."""
+    """The fleet with at most ENDPOINTS_SHOWN_MAX endpoints of each model."""
     if all(len(model.endpoints) <= ENDPOINTS_SHOWN_MAX for model in fleet.models.values()):
         return fleet
     models = {
@@ -313,7 +313,7 @@ def shown(fleet: FleetState) -> FleetState:
 
 
 def _of_the_fleet(snapshot: Snapshot) -> tuple[Mapping[str, float], int]:
-    """Who wait, by tier, and dead letters: over Redis every process knows those of all."""
+    """Waiting requests by tier, and dead letters: over Redis every process knows those of the fleet."""
     for numbers in snapshot.numbers:
         if isinstance(numbers, OutcomeNumbers):
             return numbers.waiting, numbers.dead_letters_kept
@@ -347,7 +347,7 @@ def slow_request(request: Request, outcome: Outcome) -> SlowRequest:
 
 
 def batch_id_of_failure(request: Request) -> str:
-    """The last batch that a request was in which failed; "" for none. Over Redis another process tells."""
+    """The last batch of a request that failed; "" for none. Over Redis the facts come from another process."""
     if request.call is not None:
         return request.call.batch_id
     return "" if request.batch is None else request.batch.id

@@ -100,7 +100,7 @@ def family_of(metric: Metric, found: Iterable[tuple[list[str], Numbers]]) -> Fam
 
 
 def exemplified(histogram: Histogram) -> Iterator[Bucket]:
-    """The buckets of a histogram, with an example where there is one that has a trace."""
+    """The buckets of a histogram, each with the example of a traced request, where it has one."""
     for number, (bound, count) in enumerate(histogram.buckets()):
         example = histogram.examples.get(number)
         if example is None:
@@ -129,7 +129,7 @@ class Exposition:
         GCCollector(registry=self._registry)
 
     def __call__(self, accept: bytes = b"") -> tuple[bytes, bytes]:
-        """The text, and its type: OpenMetrics for who accepts it, which has examples with their traces."""
+        """The text, and its type: OpenMetrics, with examples of traces, for clients that accept it."""
         if OPEN_METRICS in accept.lower():
             return generate_open_metrics(self._registry), openmetrics.CONTENT_TYPE_LATEST.encode()
         return generate_latest(self._registry), PROMETHEUS

@@ -1,4 +1,4 @@
-"""Spans as OTLP's protobuf, written by hand: ten times as fast as objects that somebody else encodes. Pure.
+"""Spans as OTLP's protobuf, written by hand: ten times as fast as encoding objects with a library. Pure.
 
 The numbers are those of `opentelemetry/proto/trace/v1/trace.proto`, which may get more fields but keeps these. What
 many spans have in common (a name, a set of attributes) is packed once and used as bytes.
@@ -11,7 +11,7 @@ from carpool.core.protobuf import VARINTS, field, pack_double, varint
 
 INTERNAL, SERVER, CLIENT, CONSUMER = 1, 2, 3, 5
 
-# Of a span: the parent is known to be of this process, or of another one.
+# Flags of a span: its parent is of this process, or of another one.
 LOCAL_PARENT, REMOTE_PARENT = 0x100, 0x300
 
 Value = str | bool | int | float

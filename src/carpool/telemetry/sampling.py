@@ -1,11 +1,11 @@
 """Which traces are kept: a ratio, errors up to a rate, and the slowest share. Pure.
 
 1. A ratio goes by trace id, as OpenTelemetry's samplers do: the last seven bytes, as a number, are among the highest.
-   Everybody who does the same keeps the same traces. For requests that begin a trace nobody need draw an id for each:
-   the gap to the next one that is kept is drawn instead, and that one gets an id which fits.
+   All services with this rule keep the same traces. Requests that begin a trace draw no id each: the tracer draws
+   the gap to the next request that is kept, and gives that one an id which fits.
 2. Errors are kept at a steady rate, and a second's worth at once.
-3. The slowest share is that of a window of time. While it goes on, whoever is above a threshold is a candidate; at its
-   end the slowest of these are picked, exactly as many as the share, and the threshold is set for the next window.
+3. The slowest share is that of a window of time. While it goes on, each request above a threshold is a candidate; at
+   its end the slowest of these are picked, exactly as many as the share, and the threshold is set for the next window.
 """
 
 from collections.abc import Callable, Iterator
@@ -59,7 +59,7 @@ class ErrorRate:
         self._at = 0.0
 
     def takes(self, now: float) -> bool:
-        """Whether one more is kept now."""
+        """Whether one more error is kept now."""
         self._left = min(self._per_second, self._left + (now - self._at) * self._per_second)
         self._at = now
         if self._left < 1.0:
@@ -69,7 +69,7 @@ class ErrorRate:
 
 
 class Slowest:
-    """Rule 3. Whoever measures counts `seen`, and adds who is at or above `threshold_s`."""
+    """Rule 3. The caller counts requests in `seen`, and adds those at or above `threshold_s`."""
 
     __slots__ = ("_candidates", "_share", "seen", "threshold_s")
 
@@ -80,7 +80,7 @@ class Slowest:
         self.threshold_s = 0.0 if share else inf
 
     def add(self, seconds: float, candidate: Any) -> bool:
-        """One above the threshold; false if there are too many of them."""
+        """Add a candidate; false if there are too many."""
         if len(self._candidates) >= CANDIDATES_MAX:
             return False
         self._candidates.append((seconds, -len(self._candidates), candidate))
@@ -98,6 +98,6 @@ class Slowest:
         aimed = ceil(CANDIDATES * wanted)
         if len(candidates) >= aimed:
             self.threshold_s = nlargest(aimed, candidates)[-1][0]
-        else:  # it was too high
+        else:  # the threshold was too high
             self.threshold_s *= max(0.5, len(candidates) / aimed)
         return (candidate for _, _, candidate in nlargest(wanted, candidates))

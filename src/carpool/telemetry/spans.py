@@ -1,7 +1,7 @@
 """Requests, batches and calls as spans, by OpenTelemetry's semantic conventions. Pure: ids are drawn by an argument.
 
-Never anything of an input or an output, a credential, or the text of an error, which may quote them: of an error there
-is its code. What is Carpool's own begins with `carpool.`.
+Spans hold nothing of an input or an output, a credential, or the text of an error, which may quote them, only its
+code. Attributes of Carpool's own begin with `carpool.`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -71,7 +71,7 @@ class Spans:
         key = (route, request.model, request.tier, request.owner, request.result_code, why, is_task)
         common = self._common.get(key) or self._remember(key, self._request_part(request, route, why, error))
         if call is None:
-            call = facts_of_failure(request)  # over Redis another process told it
+            call = facts_of_failure(request)  # over Redis they come from another process
         if call is None:
             of_call = b""
         else:
@@ -79,11 +79,11 @@ class Spans:
         place = _HERE
         if parent_id:
             place = flags_and_parent(_OF_ELSEWHERE, parent_id) + trace_state(trace.state)
-        # Those of one batch were taken, and have ended, at the same time.
+        # The requests of one batch were taken, and have ended, at the same time.
         if request.ended != self._ended or request.taken != self._taken:
             self._ended, self._taken = request.ended, request.taken
             self._ended_moment = self._moment(request.ended)
-            # One that was never taken waited until its end.
+            # A request that was never taken waited until its end.
             self._taken_moment = self._moment(request.taken or request.ended)
         return _with_queue(
             trace.trace_id,
@@ -144,7 +144,7 @@ class Spans:
                 ("carpool.kept", why),
             ]
         )
-        # A client's own fault is none of the server's, by convention.
+        # By convention a fault of the client is no error of the server's span.
         return part + ERROR if error is not None and error.status >= 500 else part
 
     def _remember_call(self, call: CallFacts, batch: Batch | None) -> bytes:

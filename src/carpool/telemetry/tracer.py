@@ -1,13 +1,13 @@
 """Tracing. The hot path keeps next to nothing; what is kept is decided at the end of a request, and packed later.
 
-1. Where its caller asks for it (the sampled flag), or the ratio falls on it, a request has a trace from the start: that
-   travels with it, its batch has a link to it, and the upstream is told that the batch is kept.
-2. All others have none until their end. Errors and the slowest are kept then, with what is known of their call. In the
-   process that sent the batch, its span is kept too.
-3. Refusals are kept by ratio alone, and where the caller asks as errors are: a flood of them must stay cheap.
-4. Whoever holds a request when it is settled writes its span: over Redis the gateway, for a task the batcher. Whoever
-   sends a batch writes the batch's.
-5. What is to be packed waits in a bounded line, and is packed a little at a time. What has no room is counted.
+1. Where its caller asks for it (the sampled flag), or the ratio falls on it, a request has a trace from the start: it
+   travels with the request, the batch has a link to it, and the call tells the upstream that the batch is kept.
+2. All other requests have no trace until their end. Errors and the slowest are kept then, with what is known of their
+   call. The process that sent the batch keeps its span too.
+3. Refusals are kept by ratio; with a trace of their caller, at most at the rate of errors: a flood must stay cheap.
+4. The process that settles a request writes its span: over Redis the gateway, for a task the batcher. The process
+   that sends a batch writes the span of the batch.
+5. Spans wait in a bounded line, and are packed a little at a time. Those without room are dropped and counted.
 """
 
 import re
@@ -50,7 +50,7 @@ SPANS_OF_ONE = 2
 # Targets whose name is a route; others may hold anything.
 PATHS = ("/v1/inference", "/v1/predict", "/v1/embeddings", "/v1/completions", "/embed")
 ROUTES = {path.encode(): path for path in PATHS}
-# Those with the name of a model in them.
+# Targets with the name of a model in them.
 OF_MODELS = (
     (re.compile(rb"/v1/models/[^/]+:predict").fullmatch, "/v1/models/NAME:predict"),
     (re.compile(rb"/v2/models/[^/]+(/versions/[^/]+)?/infer").fullmatch, "/v2/models/NAME/infer"),
@@ -80,7 +80,7 @@ class Tracer(Subscriber):
         tiers: Sequence[str],
         add: Callable[[bytes, int], None],
         *,
-        # Whose buckets get examples: requests that were kept.
+        # The histograms whose buckets get kept requests as examples.
         seconds: RequestSeconds,
         clock: Clock,
         wall: Clock,
@@ -206,7 +206,7 @@ class Tracer(Subscriber):
         return CallTrace(headers, trace.trace_id, span_id, endpoint, attempt, len(members), now, is_search)
 
     def call_ended(self, members: Sequence[Request], call: CallTrace) -> None:
-        """How it ended has been written down."""
+        """A call has ended; `call` says how."""
         batch = members[0].batch
         if batch is not None and batch.trace is not None:
             batch.trace.calls.append(call)
@@ -220,7 +220,7 @@ class Tracer(Subscriber):
         first = requests[0]
         slowest = self._slowest[first.model]
         slowest.seen += len(requests)
-        # Whoever came before this has waited for longer than the threshold.
+        # Requests that arrived by then took at least the threshold.
         slow_before = first.ended - slowest.threshold_s
         kept: list[tuple[Request, CallFacts]] = []
         for request, output in zip(requests, outputs, strict=True):
@@ -258,7 +258,7 @@ class Tracer(Subscriber):
             self._write_batch(batch, traced)
 
     def _keep(self, request: Request, why: str, call: CallFacts | None, error: CarpoolError | None) -> None:
-        """Keep a request, and its batch, of which that may not have been known: it was decided late, or it shared."""
+        """Keep a request, and its batch, which may have no link to it yet: it was kept late, or shared a request."""
         trace = request.trace
         if trace is None:
             trace = request.trace = Trace(self._new_trace_id(), self._new_span_id())

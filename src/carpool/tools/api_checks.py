@@ -1,6 +1,6 @@
 """What the answers of an inference API mean, in words, with the setting to change. Pure.
 
-The doctor sends inputs of its own, so what an API says of them is nobody's secret; it is shown on the terminal, cut
+The doctor sends inputs of its own, so what an API says of them is no client's secret; it is shown on the terminal, cut
 short, and kept nowhere.
 """
 
@@ -27,14 +27,14 @@ USUAL_FIELDS = (
 # What an answer may tell of each input beside its output.
 ASIDE = ("tokens_used", "tokens", "model_version")
 USUAL_INPUTS = tuple(dict.fromkeys(name for name, _ in USUAL_FIELDS))
-# With these, an API may mean the names of the fields, or the inputs.
+# With these statuses an API may refuse the names of the fields, or the inputs.
 OF_THE_CALL = (400, 422, 500)
 HEARD_CHARS_MAX = 400
 NAME_CHARS_MAX = 64
 NAMED_MAX = 8
 # Of all tensors of an input together, whatever a server says of their shapes.
 ELEMENTS_MAX = 1_000_000
-# A call that needs more of its time than this has little to spare for a busy hour.
+# A call that needs more than this share of its timeout has little to spare for a busy hour.
 TIME_SHARE_MAX = 0.5
 
 _GIVE_INPUT = "give it one that your model takes: `carpool doctor … --input JSON`"
@@ -45,14 +45,14 @@ class Tried(msgspec.Struct, frozen=True):
 
     size: int
     seconds: float
-    # None: there was none.
+    # None: no answer came.
     answer: UpstreamResponse | None = None
-    # Why it is no good; "" if it is.
+    # What is wrong with the call or its answer; "" if nothing is.
     fault: str = ""
     # What an error status means.
     refusal: Refusal | None = None
     inputs_field: str = ""
-    # Where the protocol's calls go if the URL has no path; "": it does not say.
+    # Where the protocol's calls go if the URL has no path; "": the protocol does not say.
     path: str = ""
 
     @property
@@ -67,7 +67,7 @@ class Tried(msgspec.Struct, frozen=True):
 
     @property
     def is_of_the_call(self) -> bool:
-        """Whether other names, or other inputs, may do better."""
+        """Whether the call may work with other names, or other inputs."""
         return bool(self.fault) and self.answer is not None and (self.is_accepted or self.answer.status in OF_THE_CALL)
 
 

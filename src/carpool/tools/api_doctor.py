@@ -1,9 +1,9 @@
 """The doctor at an inference API: it makes calls with inputs of its own, and tells what is wrong with the settings.
 
 1. The calls are made with the codec, the client, the TLS and the credentials of `carpool serve`.
-2. The first endpoint that answers well is asked for everything: the names of the fields, and the batch limit. The
-   others are asked whether they do the same.
-3. Everything has an end: the calls of a search, larger and larger calls, and each call.
+2. The doctor tries everything at the first endpoint that answers well: the names of the fields, and the batch limit.
+   At the other endpoints it only checks whether they do the same.
+3. Everything is bounded in time: the calls of a search, larger and larger calls, and each call.
 """
 
 import asyncio
@@ -75,7 +75,7 @@ class ApiDoctor:
         self._where = Where(settings, model.name, model.upstream)
         # With the names of the fields that are known to work, once they are.
         self._model = model
-        # Kinds of inputs, and the one that the API takes as far as is known.
+        # Kinds of inputs, and the kind that the API takes as far as is known.
         given = given or model.upstream.probe_input.encode()
         self._kinds = [[given]] if given else []
         self._values: list[bytes] = []
@@ -295,7 +295,7 @@ class ApiDoctor:
     # Names and limits
 
     async def _search(self, endpoint: Endpoint, first: Tried) -> Tried:
-        """Try other names for the fields, and other inputs; the call that did well, else the one that tells most."""
+        """Try other names for the fields, and other inputs; returns the call that worked, else the most telling one."""
         upstream, give_up_at = self._model.upstream, time.monotonic() + SEARCH_S_MAX
         is_json = upstream.protocol == "json"
         told = missing_fields(first.body) if is_json else []

@@ -202,7 +202,7 @@ QUESTIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ),
 )
 
-# What others call it, and what it is here.
+# Names that other gateways give to metrics, and the metrics here.
 CLASSIC: tuple[tuple[str, str], ...] = (
     ("batch_size_distribution", "`carpool_batch_size`; as a share of what may be in a batch, `carpool_batch_fill`"),
     (

@@ -1,7 +1,7 @@
 """The doctor: looks at a Redis that gateways and batchers use, and tells what is wrong with it.
 
-It asks every primary by itself, so that a server that hangs or refuses is named. It changes nothing unless told to
-mend, and then only what no living process can miss: reply streams of gateways that are gone, and wrong counts.
+It asks every primary by itself, so that a server that hangs or refuses is named. It changes nothing without
+`mend`, and then only what no living process can miss: reply streams of gateways that are gone, and wrong counts.
 """
 
 import asyncio
@@ -43,9 +43,9 @@ from carpool.tools.doctor_checks import (
     parse_audit,
 )
 
-# A heartbeat older than this is that of one who is gone.
+# A process whose heartbeat is older than this is gone.
 STALE_S = 1.5
-# Longer than between two heartbeats: who just started is in the registry by then.
+# Longer than between two heartbeats: a process that just started is in the registry by then.
 SECOND_LOOK_S = 1.5
 KEYS_AT_ONCE = 1000
 KEYS_LOOKED_AT_MAX = 5_000_000
@@ -109,11 +109,11 @@ class Doctor:
         return findings
 
     async def _look_at_queue(self, deployment: Deployment) -> list[Finding]:
-        """What lies in the queue, and who is there to take it."""
+        """What lies in the queue, and whether batchers are there to take it."""
         view = await self._fleet(deployment)
         shards = [await self._audit(deployment, shard) for shard in self._keys.shards]
         found = await self._scan(deployment)
-        # A stream that came after its shard was looked at may have entries by now: see once more.
+        # A stream that was made after the audit of its shard may have entries by now: look once more.
         listed = {stream.name for shard in shards for stream in shard.streams}
         if any(name not in listed for name in found.queues):
             shards = [await self._audit(deployment, shard) for shard in self._keys.shards]

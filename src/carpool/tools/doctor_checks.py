@@ -50,7 +50,7 @@ class StreamFacts(msgspec.Struct, frozen=True):
 
     @property
     def unread(self) -> int:
-        """Entries that nobody took."""
+        """Entries that no batcher has taken."""
         return max(self.length - (self.pending or 0), 0)
 
 
@@ -63,7 +63,7 @@ class ShardFacts(msgspec.Struct, frozen=True):
     letter_bytes_counted: int
     letter_bytes: int
     letters: int
-    # Of tasks without a result, and of results, by the counts.
+    # Bytes of tasks without a result, and of results, as counted.
     input_bytes: int
     result_bytes: int
     streams: tuple[StreamFacts, ...]
@@ -75,7 +75,7 @@ class ShardFacts(msgspec.Struct, frozen=True):
 
     @property
     def unread(self) -> int:
-        """Those of them that nobody took."""
+        """Entries that no batcher has taken."""
         return sum(stream.unread for stream in self.streams)
 
 
@@ -84,7 +84,7 @@ class ReplyStream(msgspec.Struct, frozen=True):
 
     key: bytes
     gateway: str
-    # Seconds until it leaves by itself; None: never.
+    # Seconds until it expires; None: never.
     ttl_s: int | None
 
 
@@ -216,7 +216,7 @@ def check_replicas(
 
 
 def check_clock(ahead_s: float) -> Finding:
-    """Deadlines are on Redis's clock; what people read is on several."""
+    """Deadlines are on Redis's clock; times in logs and results are on those of several machines."""
     if abs(ahead_s) <= CLOCK_S_MAX:
         return Finding("clock", "ok", f"within {CLOCK_S_MAX:g} s of this machine's")
     direction = "ahead of" if ahead_s > 0 else "behind"
@@ -225,7 +225,7 @@ def check_clock(ahead_s: float) -> Finding:
 
 
 def check_fleet(view: FleetView) -> Finding:
-    """Who lives."""
+    """Which gateways and batchers live."""
     gateways, batchers = view.live_gateways(), view.live_batchers()
     silent = len(view.gateways) + len(view.batchers) - len(gateways) - len(batchers)
     says = f"{_counted(len(gateways), 'gateway')} and {_counted(len(batchers), 'batcher')} live"
@@ -242,7 +242,7 @@ def check_fleet(view: FleetView) -> Finding:
 
 
 def check_waiting(shards: Sequence[ShardFacts], view: FleetView) -> Finding:
-    """Whether what waits has somebody who takes it."""
+    """Whether live batchers serve the models of waiting requests."""
     waiting: Counter[str] = Counter()
     for stream in _streams(shards):
         waiting[stream.model] += stream.length
@@ -290,7 +290,7 @@ def check_counts(shards: Sequence[ShardFacts]) -> Finding:
 
 
 def check_groups(shards: Sequence[ShardFacts], view: FleetView, lease_ms: int) -> Finding:
-    """Whether every stream is read by the group of batchers, and no entry is stuck at one that is gone."""
+    """Whether every stream is read by the group of batchers, and no entry is stuck at a batcher that is gone."""
     group = GROUP.decode()
     without = [stream.name for stream in _streams(shards) if stream.pending is None and stream.length]
     if without:
@@ -341,7 +341,7 @@ def orphans(streams: Sequence[ReplyStream], view: FleetView) -> list[ReplyStream
 
 
 def check_reply_streams(streams: Sequence[ReplyStream], view: FleetView) -> Finding:
-    """Whether what gateways left behind will leave by itself."""
+    """Whether reply streams of gateways that are gone will expire by themselves."""
     left = orphans(streams, view)
     for_ever = [stream for stream in left if stream.ttl_s is None]
     says = f"{len(streams)}, {len(left)} of gateways that are gone"

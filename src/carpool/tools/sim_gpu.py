@@ -121,8 +121,8 @@ def _reset(exchange: Exchange) -> None:
         transport.abort()
 
 
-# How often a row of free ports is looked for: where the kernel finds one, then below those that it gives to clients,
-# of which a busy machine has no long row.
+# How often a row of free ports is looked for: first where the kernel finds one, then below the ports that it gives
+# to clients, among which a busy machine has no long free row.
 ANY_PORTS_ATTEMPTS = 64
 PORTS_OF_SERVERS = range(10_000, 32_000)
 
@@ -137,7 +137,7 @@ class GpuFleet:
         seeds = [None if settings.seed is None else f"{settings.seed}/{n}" for n in range(workers)]
         self.servers = [GpuServer(SimulatedGpu(settings, Random(seed), seen), self) for seed in seeds]
         self.ports: list[int] = []
-        # Of those that are gone: what keeps their ports for them. Nobody listens there.
+        # Bound sockets that keep the ports of killed GPUs; none of them listens.
         self._kept_ports: dict[int, socket.socket] = {}
 
     async def start(self, host: str, port: int) -> None:
@@ -169,7 +169,7 @@ class GpuFleet:
             self.ports.append(bound)
 
     def kill(self, host: str, number: int) -> None:
-        """Let one GPU be gone, as if its machine were: its calls are cut off, and nobody listens."""
+        """Kill one GPU, as if its machine were gone: its calls are cut off, and its port refuses connections."""
         server = self.servers[number].http
         server.stop_listening()
         if number not in self._kept_ports:
@@ -178,14 +178,14 @@ class GpuFleet:
             try:
                 kept.bind((host, self.ports[number]))
             except OSError:
-                kept.close()  # somebody was quicker; it may be free again when it is wanted
+                kept.close()  # another program took the port; it may be free again at `revive`
             else:
                 self._kept_ports[number] = kept
         for connection in list(server.connections):
             connection.break_off()
 
     async def revive(self, host: str, number: int) -> None:
-        """Let it be back, at its port."""
+        """Start a killed GPU again, at its port."""
         server = self.servers[number]
         await server.http.finish(0.0)
         server.http = HttpServer(server.handle, LIMITS)

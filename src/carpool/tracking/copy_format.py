@@ -1,7 +1,7 @@
 """Rows as PostgreSQL's `COPY … (FORMAT binary)` reads them. Pure.
 
-At ten thousand requests a second what a row costs counts: here it is about a microsecond, a third of what a general
-encoder takes. Most of a row is the same for all of a batch, or of an owner: that is made once for each.
+At ten thousand requests a second the cost of a row counts: here it is about a microsecond, a third of what a general
+encoder takes. Most of a row is the same for all requests of a batch, or of an owner: that part is made once for each.
 """
 
 from collections.abc import Iterable, Sequence

@@ -1,10 +1,10 @@
 """Rows in PostgreSQL: `COPY` in bulk, tables that are partitioned by day (UTC), old days dropped whole.
 
-1. `init` makes the tables, and brings them up to date. Without it nothing is written: a person decides that.
-2. A write is a transaction. If the connection is lost while it is committed, nobody knows whether it was: then the same
-   rows come again, and are looked for first.
+1. `init` makes the tables, and brings them up to date. Without it nothing is written: an operator runs it.
+2. A write is a transaction. If the connection is lost during the commit, its outcome is unknown: the recorder gives the
+   same rows again, and the store looks for them first.
 3. Commits do not wait for the disk (`synchronous_commit = off`): a crash of the server may cost its last second, and
-   tracking does not slow down others who use the database.
+   tracking does not slow down other users of the database.
 4. Times are `timestamptz` there, and whole microseconds of Unix time here.
 5. Of a task that ended twice the last row stays, if not more than a day is between them: no index can span the days.
 """
@@ -70,10 +70,10 @@ REMOVE_FIRST_ENDS = """
     DELETE FROM carpool_requests first WHERE id = ANY($1) AND is_task AND EXISTS (
         SELECT FROM carpool_requests last WHERE last.id = first.id AND last.is_task
             AND last.completed_at > first.completed_at)"""
-# Any number, the same for all: who makes or drops tables does so alone.
+# Any number, the same for all processes: one at a time makes tables.
 LOCK = 0x6361_7270
 CONNECT_S, STATEMENT_S = 5.0, 10.0
-# Who drops a day waits no longer for those who read it; the next time comes.
+# Dropping a day waits no longer for queries that read it; `tidy` comes again.
 LOCK_TIMEOUT = "SET LOCAL lock_timeout = '2s'"
 DAY_S = 86400
 
@@ -86,11 +86,11 @@ class Rows(NamedTuple):
     table: str
     columns: Sequence[str]
     data: bytes
-    # When the first and the last of them were, for their days: they come in order, but for moments.
+    # Times of the first and the last row, for their days: rows come in order, but for moments.
     times: list[float]
     # The id of the first.
     first_id: str
-    # Those of tasks.
+    # The ids of tasks among them.
     task_ids: Sequence[str] = ()
 
 
@@ -106,7 +106,7 @@ class PostgresStore:
         self._turn = asyncio.Lock()
         # Days that have a partition, by table.
         self._days: set[tuple[str, int]] = set()
-        # The first rows of a write of which nobody knows whether it was committed.
+        # The first rows of a write that may or may not have been committed.
         self._in_doubt: Rows | None = None
 
     async def open(self) -> None:
@@ -157,7 +157,7 @@ class PostgresStore:
         return [record_of(row) for row in await self._ask(requests_statement(question))]
 
     async def usage(self, question: UsageQuestion) -> list[UsageRecord]:
-        """Who used how much."""
+        """Sums of requests, tokens and GPU seconds."""
         return [usage_of(row) for row in await self._ask(usage_statement(question))]
 
     async def close(self) -> None:
@@ -169,8 +169,8 @@ class PostgresStore:
     # The connection.
 
     async def _do(self, work: Callable[["asyncpg.Connection"], Awaitable[T]], *, is_checked: bool = True) -> T:
-        """Do something with the connection, which is made anew after whatever went wrong."""
-        import asyncpg  # here: whoever does not use it need not have it
+        """Do something with the connection, which is made anew after it failed."""
+        import asyncpg  # here: only this store needs it installed
 
         async with self._turn:
             try:
@@ -327,7 +327,7 @@ async def around(data: Iterable[bytes]) -> AsyncIterator[bytes]:
 
 
 async def _nothing(connection: "asyncpg.Connection") -> None:
-    """It is enough to be connected."""
+    """Do nothing: `open` only connects and checks the tables."""
 
 
 def _to_timestamp(microseconds: int) -> tuple[int]:

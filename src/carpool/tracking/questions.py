@@ -1,6 +1,6 @@
 """What people ask about requests afterwards, in SQL. Pure.
 
-Both databases are asked in the same words: parameters are `$1`, `$2`, …, which a store may write in its own way, and
+Both databases get the same statements: parameters are `$1`, `$2`, …, which a store may write in its own way, and
 times are whole microseconds of Unix time on this side of the store.
 """
 
@@ -18,7 +18,7 @@ _RECORD = (
 
 
 class RequestQuestion(msgspec.Struct, frozen=True, kw_only=True):
-    """Which requests. What is left out does not matter."""
+    """Which requests to find; a field that is left out does not restrict them."""
 
     since: float = 0.0
     owner: str | None = None
@@ -31,7 +31,7 @@ class RequestQuestion(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class UsageQuestion(msgspec.Struct, frozen=True, kw_only=True):
-    """Whose use."""
+    """By what to sum the use up."""
 
     since: float = 0.0
     by: Literal["owner", "model", "tier"] = "owner"

@@ -1,4 +1,4 @@
-"""One request's story from what was kept of it. Pure."""
+"""The state of one request, from its row. Pure."""
 
 from msgspec import UNSET, UnsetType
 
@@ -7,13 +7,13 @@ from carpool.tracking.records import RequestRecord
 
 
 def state_of_record(record: RequestRecord, known: RequestState | None = None) -> RequestState:
-    """The story of a request that has ended; what somebody knows beside may be in `known`."""
+    """The state of a request that has ended; `known` may add what a process still knows of it."""
     batch: BatchShown | UnsetType = UNSET
     waits: list[Wait] | UnsetType = UNSET
     if record.batch_id is not None:
         batch = make_batch(record.batch_id, record.batch_size, record.reason, record.endpoint, record.attempts)
         if record.queue_ms is not None:
-            # How long the calls before took was not kept: it is in the rest.
+            # How long earlier calls took is not in the row: it is part of the rest.
             call_s = None if record.upstream_ms is None else record.upstream_ms / 1000
             before_call_s = None if call_s is None else 0.0
             waits = parts_of(

@@ -1,11 +1,11 @@
-"""Takes down what ends, and has it written: a subscriber to events, and what writes beside.
+"""Records requests and batches at their end: a subscriber to events, and a task that writes rows to the store.
 
-1. Told of an end, it appends to a list, and that is all. What is in a request is never touched.
+1. At an event the recorder only appends to a list. It never reads what inputs and outputs hold.
 2. The list is bounded: a store that is slow or dead costs rows, which are counted, never a request.
-3. Rows are made and written some at a time, so that the event loop is never kept for long; what the store did not take
-   is tried again, after a pause.
-4. Where one of them cannot be written, all are cleaned and tried again, and then in halves, and halves of these: one
-   that cannot be written at all is lost alone, and counted.
+3. Rows are made and written some at a time, so that the event loop is never kept for long; rows that the store did not
+   take are tried again, after a pause.
+4. If a write has bad rows, all its rows are cleaned and tried again, then in halves, and halves of these: a row that
+   cannot be written at all is dropped alone, and counted.
 5. At the end the rest is written within a bound. What is left then is counted as dropped.
 """
 
@@ -25,7 +25,7 @@ from carpool.tracking.stores import BadRowsError, Packed, Store, StoreAwayError,
 
 logger = logging.getLogger("carpool.tracking")
 
-# So long a row waits for others at most; a process that is killed loses no more than that.
+# A row waits so long for others at most; a process that is killed loses no more than that.
 WRITE_EVERY_S = 0.25
 # Rows that are made at once, less than a millisecond of the event loop; and how many times that is one write.
 CHUNK = 500
@@ -54,8 +54,8 @@ class Recorder(Subscriber):
         self._wall = wall
         self._requests: list[RecordFields] = []
         self._batches: list[Batch] = []
-        # The rows that are written next, and how many: they wait in the lists until the store has them. Those that it
-        # did not take, or of which nobody knows, are given to it once more, the same.
+        # The rows that are written next, and how many: they wait in the lists until the store has them. Rows that it
+        # did not take, or may not have taken, are given to it once more, the same.
         self._next: tuple[list[Packed], int, int] | None = None
         self._writer: asyncio.Task[None] | None = None
         self._is_closing = asyncio.Event()
@@ -212,14 +212,14 @@ class Recorder(Subscriber):
         offset_s = self._wall() - self._clock()
         packed = [self._pack([], self._batches[:batches], offset_s)] if batches else []
         for first in range(0, requests, CHUNK):
-            await asyncio.sleep(0)  # others first
+            await asyncio.sleep(0)  # other work of the event loop first
             packed.append(self._pack(self._requests[first : min(first + CHUNK, requests)], [], offset_s))
         return packed
 
     def _pack(self, requests: Sequence[RecordFields], batches: Sequence[Batch], offset_s: float) -> Packed:
         try:
             return self.store.pack(requests, batches, offset_s, self._tiers)
-        except Exception as fault:  # whatever is wrong with one of them
+        except Exception as fault:  # whatever is wrong with one of the rows
             raise BadRowsError(f"{type(fault).__name__} while rows were made") from None
 
     async def _write_apart(self, requests: int, batches: int, fault: BadRowsError) -> None:

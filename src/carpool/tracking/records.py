@@ -1,11 +1,11 @@
 """What is kept of requests and batches: one row each, at its end. Never what is in them. Pure.
 
-1. The rows of requests are those that `carpool_requests_total` counts: whoever was admitted and got an outcome, one row
-   for each. A request that was refused on admission has none: a flood of refusals must not become a flood of rows. A
+1. The rows of requests are those that `carpool_requests_total` counts: one for each that was admitted and got an
+   outcome. A request that was refused on admission has no row: a flood of refusals must not become a flood of rows. A
    task may end twice (a drain left it to the next process, or a failover of Redis lost its outcome, and it ran again):
    the last row stays, and a store removes those before it.
-2. GPU seconds are the seconds of the call that answered, shared by all whom it answered. A call that failed, and a
-   result that was kept, count for nobody. So the sum over requests is that over the calls that were answered.
+2. GPU seconds are the seconds of the call that answered, shared by the requests that it answered. A failed call and a
+   cached result add none to any request. So the sum over requests is that over the calls that were answered.
 3. Times are kept in microseconds of Unix time. Monotonic times become such ones here, when they are written.
 4. What no database takes (a NUL, half of a character, a number that is too large) can be cleaned. That costs more than
    the row itself: so it is done only where a write has failed.
@@ -59,7 +59,7 @@ class RequestRow(NamedTuple):
     error: str | None
     created_at: int
     completed_at: int
-    # Until it was taken into a batch; None: never, or nobody here knows.
+    # Until it was taken into a batch; None: never, or not known in this process.
     queue_ms: float | None
     batch_id: str | None
     batch_size: int
@@ -89,7 +89,7 @@ class BatchRow(NamedTuple):
 
 
 class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A request as people are shown it."""
+    """A request as commands show it."""
 
     id: str
     owner: str

@@ -57,7 +57,7 @@ MIGRATIONS = (
     CREATE INDEX carpool_batches_created ON carpool_batches (created_at);
     """,
 )
-# When a row of each table was written, about: in this order they go.
+# The time of a row in each table: the oldest rows are removed first.
 TIMES = {"carpool_requests": "completed_at", "carpool_batches": "created_at"}
 # Rule 1 of records.py, for the tasks that were just written.
 REMOVE_FIRST_ENDS = """
@@ -69,9 +69,9 @@ REMOVE_FIRST_ENDS = """
 BUSY_S = 5.0
 # Rows in one statement, as far as SQLite's bound on parameters allows.
 ROWS_A_STATEMENT = 100
-# What is removed in one transaction; others may write in between.
+# Rows removed in one transaction; other processes may write in between.
 REMOVED_AT_ONCE = 5000
-# When the file has its size, so much of the oldest goes.
+# When the file is near `bytes_max`, this share of the oldest rows is removed.
 SHARE_REMOVED = 0.1
 DAY_S = 86400.0
 
@@ -109,7 +109,7 @@ class SqliteStore:
         await self._do(lambda: self._write(packed))
 
     async def tidy(self, now: float) -> None:
-        """Let go what is too old, or too much."""
+        """Remove rows that are too old, or too many for the file."""
         too_old = microseconds(now - self._retention_s)
         while await self._do(lambda: self._remove_old(too_old)) >= REMOVED_AT_ONCE:
             pass
@@ -126,7 +126,7 @@ class SqliteStore:
         return [record_of(row) for row in await self._ask(requests_statement(question))]
 
     async def usage(self, question: UsageQuestion) -> list[UsageRecord]:
-        """Who used how much."""
+        """Sums of requests, tokens and GPU seconds."""
         return [usage_of(row) for row in await self._ask(usage_statement(question))]
 
     async def close(self) -> None:
@@ -174,7 +174,7 @@ class SqliteStore:
             raise
 
     def _remove_old(self, too_old: int) -> int:
-        """Remove some of what ended before, of each table so many at most; how many of the one with more of them."""
+        """Remove rows from before, REMOVED_AT_ONCE of each table at most; returns the larger of both numbers."""
         connection = self._connected()
         removed = 0
         for table, column in TIMES.items():
@@ -215,8 +215,8 @@ class SqliteStore:
 
 
 def migrate(connection: sqlite3.Connection) -> None:
-    """Bring a file to this version. One of a newer version is used as it is: migrations only add."""
-    connection.execute("BEGIN IMMEDIATE")  # others may do the same
+    """Bring a file to this version. A file of a newer version is used as it is: migrations only add."""
+    connection.execute("BEGIN IMMEDIATE")  # other processes may migrate too
     version = int(connection.execute("PRAGMA user_version").fetchone()[0])
     try:
         for statements in MIGRATIONS[version:]:
@@ -239,7 +239,7 @@ def insert(connection: sqlite3.Connection, table: str, columns: Sequence[str], r
 
 
 def translated(work: Callable[[], T]) -> T:
-    """Do it; what SQLite says becomes an error of a store."""
+    """Do the work; an error of SQLite becomes an error of a store."""
     try:
         return work()
     except (sqlite3.OperationalError, OSError) as error:

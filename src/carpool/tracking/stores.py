@@ -16,7 +16,7 @@ class StoreUnusableError(Exception):
 
 
 class StoreAwayError(Exception):
-    """The store does not answer, or failed; later it may not."""
+    """The store does not answer, or failed; it may work later."""
 
 
 class BadRowsError(Exception):
@@ -24,7 +24,7 @@ class BadRowsError(Exception):
 
 
 class Store(Protocol):
-    """A store. Whatever is wrong is one of the errors above."""
+    """A store. Its methods raise the errors above, and no others."""
 
     async def open(self) -> None:
         """Get ready to write; raises StoreUnusableError."""
@@ -37,11 +37,11 @@ class Store(Protocol):
         ...
 
     async def write(self, packed: Sequence[Packed]) -> None:
-        """Keep these, all or none. Those that it did not take, or of which nobody knows, are given once more."""
+        """Write these, all or none. After an error the recorder gives the same rows once more."""
         ...
 
     async def tidy(self, now: float) -> None:
-        """Let go what is too old at this Unix time, or too much."""
+        """Remove rows that are too old at this Unix time, or too many."""
         ...
 
     async def init(self) -> str:
@@ -57,7 +57,7 @@ class Store(Protocol):
         ...
 
     async def usage(self, question: UsageQuestion) -> list[UsageRecord]:
-        """Who used how much, the most GPU seconds first."""
+        """Sums of requests, tokens and GPU seconds, the most GPU seconds first."""
         ...
 
     async def close(self) -> None:

@@ -1,7 +1,7 @@
 """One call, as services see it: who calls, what came with it, its messages, and how it is refused.
 
-A service answers with the bytes of a message, or with an error of the tree, which it may return as well as raise: one
-that many are told is never raised.
+A service answers with the bytes of a message, or with an error of the tree, which it may return as well as raise: an
+error object that many calls share is never raised.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from carpool.face.http.ids import request_id
 from carpool.face.http.state import LONG_BODY_BYTES
 from carpool.face.intake import Intake
 
-# Of the metadata, what anybody here looks at. The rest is not even copied.
+# The metadata that the gateway reads. The rest is not even copied.
 WANTED = frozenset(
     ("authorization", "x-api-key", "x-forwarded-for", "x-request-id", "traceparent", "tracestate", "cache-control")
 )
@@ -54,14 +54,14 @@ class GrpcCall:
         self.peer_name = peer_name
         self.peer = peer
         self.headers = headers_of(context.invocation_metadata())
-        # It became a request: if that fails, it is traced with it.
+        # The call became a request: an error of the call is then traced with that request.
         self.came_in = False
-        # The id of its request; "" while nobody asked for it.
+        # The id of its request; "" until `request_id` is called.
         self.own_id = ""
-        # What is done if the message that is being written is not read, and others share its connection.
+        # Called if the client does not read in time the message that is being written.
         self._when_unread: Callable[[], None] | None = None
         self._slow = slow
-        # Who waits for a message, and why it is not to wait any longer.
+        # The task that waits for a message, and the error that ends its wait.
         self._reader: asyncio.Task[Any] | None = None
         self._interruption: CarpoolError | None = None
 
@@ -105,12 +105,12 @@ class GrpcCall:
         self.interrupt(ReceiveTimeout("the message did not arrive in time; send it sooner"))
 
     def give_up_writing(self) -> None:
-        """What was written is not read; it is told so if it ever is."""
+        """The client did not read a message in time: let the stream give up."""
         if self._when_unread is not None:
             self._when_unread()
 
     def interrupt(self, why: CarpoolError) -> None:
-        """Whoever waits for a message gets this error in its place. One that comes at this moment is lost."""
+        """Raise this error in the task that waits for a message. A message that comes at this moment is lost."""
         if self._reader is not None and self._interruption is None:
             self._interruption = why
             self._reader.cancel()
@@ -121,7 +121,7 @@ class GrpcCall:
         return remaining
 
     def tell_limit(self, lines: bytes) -> None:
-        """What the caller is told of its rate limit, with whatever is answered."""
+        """Send the caller the state of its rate limit as trailing metadata, whatever the answer is."""
         if lines:
             self.context.set_trailing_metadata(metadata_of(lines))
 
@@ -133,7 +133,7 @@ class GrpcCall:
 
 
 class Problems:
-    """Is told of every error that a client is told."""
+    """Counts, and traces, every error that the gateway sends to a client."""
 
     def __init__(self, count: Callable[[str], None], traces: RequestTraces | None = None) -> None:
         self._count = count
@@ -141,7 +141,7 @@ class Problems:
         self.traces = traces
 
     def note(self, call: GrpcCall, error: CarpoolError, *, came_in: bool) -> None:
-        """One more; a request that came in is traced by itself."""
+        """Count an error; a request that came in has a trace of its own."""
         self._count(error.code)
         if self.traces is not None and not came_in:
             self.traces.refused(b"POST", b"", call.headers, error, call.path[1:])
@@ -171,7 +171,7 @@ class Service(Protocol):
 
 
 async def enter(intake: Intake, call: GrpcCall) -> Caller | CarpoolError:
-    """The caller, if it is known and within its limit; else why it does not come in. Raises as `identify`."""
+    """The caller, if it is within its rate limit; else the refusal. Raises as `identify`."""
     caller = call.peer.caller or intake.identify(call.headers, call.peer)
     if caller.limit is not None:
         entry = intake.enter(caller)
@@ -211,7 +211,7 @@ def metadata_of(lines: bytes) -> Metadata:
 
 
 def leaving() -> Draining:
-    """What the clients of streams are told at the end."""
+    """The error with which streams end at a drain."""
     return Draining("this gateway is shutting down; connect again to reach another one", retry_after_s=1)
 
 
@@ -222,7 +222,7 @@ def address_of(peer_name: str) -> str:
 
 
 async def in_a_turn(turns: SharedTurns, message: bytes, work: Callable[[], Made]) -> Made:
-    """Do what is to be done with a message: at once with a short one, or when there is time for a long one."""
+    """Do the work on a message: at once for a short message, in a turn of its own for a long one."""
     # Each call for itself, as each connection over HTTP.
     return work() if len(message) <= LONG_BODY_BYTES else await in_turns(turns, _in_one_step(work), whose=object())
 
@@ -233,16 +233,16 @@ def _in_one_step(work: Callable[[], Made]) -> Generator[None, None, Made]:
 
 
 async def in_turns(turns: SharedTurns, steps: Generator[None, None, Made], whose: object = None) -> Made:
-    """Do work that takes a while, a few milliseconds in a turn of the event loop, beside others who do."""
+    """Do long work in slices of a few milliseconds, one in a turn of the event loop, shared with other such work."""
     made: asyncio.Future[Made] = asyncio.get_running_loop().create_future()
     turns.now(partial(_work, turns, steps, made), whose)
     return await made
 
 
 def _work(turns: SharedTurns, steps: Generator[None, None, Made], made: "asyncio.Future[Made]") -> None:
-    """Some of it."""
+    """Do one slice of the work."""
     if made.done():
-        return  # whoever waited for it has left
+        return  # the call that waited for it has ended
     time = made.get_loop().time
     until = time() + TURN_S
     try:

@@ -1,7 +1,7 @@
 """`grpc.health.v1.Health`: whether this process serves, as its readiness says; NOT_SERVING from the start of a drain.
 
-Anybody may ask, so the readiness, which tries the endpoints, is looked at once a second at most, for all together; and
-only while somebody asks.
+No credential is asked for, so the readiness, which tries the endpoints, is checked at most once a second for all
+callers together, and only while a client checks or watches.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from carpool.face.intake import as_error
 SERVING, NOT_SERVING, SERVICE_UNKNOWN = (number_field(1, status) for status in (1, 2, 3))
 LOOK_S = 1.0
 
-# Has a function told why this process is not ready, or None.
+# Calls the given function with the reason why this process is not ready, or with None.
 CheckReady = Callable[[Callable[[str | None], None]], None]
 
 
@@ -38,22 +38,22 @@ class Health:
         self._status = NOT_SERVING
         self._known_until = 0.0
         self._is_asking = False
-        # It is about to leave; and it has ended listening.
+        # The process drains; and it has stopped listening.
         self._is_leaving = self._is_draining = False
-        # Those who wait for the answer, or for a change.
+        # Calls that wait for the status, and watches that wait for a change.
         self._askers: list[asyncio.Future[bytes]] = []
         self._watchers: set[asyncio.Future[bytes]] = set()
         self._looks = Every(LOOK_S, self._look)
         self.methods: Mapping[str, Method] = {"Check": Method(self.check), "Watch": Method(self.watch, is_stream=True)}
 
     async def check(self, call: GrpcCall) -> GrpcResult:
-        """How it is now."""
+        """The status now."""
         if service_in(await call.read()) not in self._services:
             raise NotFound("there is no such service here")
         return await self._now()
 
     async def watch(self, call: GrpcCall) -> CarpoolError | None:
-        """How it is now, and each time that it changes; ends with the listening."""
+        """The status now, and each time that it changes; ends when the server stops listening."""
         if (refusal := self._places.refusal(call.peer.address)) is not None:
             return refusal
         try:
@@ -81,7 +81,7 @@ class Health:
         self._told("draining")
 
     def drain(self) -> None:
-        """Nobody watches any more."""
+        """End all watches."""
         self._is_draining = True
         self.leave()
         self._looks.stop()
@@ -96,7 +96,7 @@ class Health:
         return self._status
 
     async def _change(self) -> None:
-        """Wait until it may be another."""
+        """Wait until the status may have changed."""
         waiting: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self._watchers.add(waiting)
         self._looks.start()
@@ -112,7 +112,7 @@ class Health:
             self._is_asking = True
             try:
                 self._check_ready(self._told)
-            except Exception as failure:  # nobody is to wait for ever
+            except Exception as failure:  # no call may wait for ever
                 self._told(as_error(failure).detail)
 
     def _told(self, why_not: str | None) -> None:

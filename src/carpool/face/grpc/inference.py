@@ -115,7 +115,7 @@ class Inference:
     async def _ask_in_a_turn(
         self, caller: Caller, call: GrpcCall, message: bytes, outcome: "asyncio.Future[Outcome]"
     ) -> Request:
-        """The same when there is time for a long message."""
+        """Read a long message and make its request in a turn of its own."""
         requests: list[Request] = []
 
         def ask() -> None:
@@ -259,7 +259,7 @@ class Inference:
 
 
 def json_of(given: bytes, field: str) -> msgspec.Raw:
-    """A JSON value that somebody wrote into a field; raises Malformed. What is more is checked elsewhere."""
+    """The JSON value in a field; raises Malformed. The callers check what else must hold."""
     try:
         return _read_json(given)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):

@@ -1,6 +1,6 @@
 """`inference.GRPCInferenceService`: KServe V2 over gRPC. Triton's clients work unchanged.
 
-A call of n rows is n requests, which share batches with everybody else's; it is answered when all of them are, and
+A call of n rows is n requests, which share batches with other clients'; it is answered when all of them are, and
 counts as n (face/tensor_rows.py, as over HTTP).
 """
 
@@ -56,10 +56,10 @@ class KServeV2:
         }
 
     def drain(self) -> None:
-        """Nobody stays."""
+        """Do nothing: this service has no streams."""
 
     async def server_live(self, call: GrpcCall) -> GrpcResult:
-        """Whoever answers lives."""
+        """Always true: a process that answers is alive."""
         return is_so(True)
 
     async def server_ready(self, call: GrpcCall) -> GrpcResult:
@@ -67,7 +67,7 @@ class KServeV2:
         return is_so(any(self._is_up(model.name) for model in self._intake.models()))
 
     async def model_ready(self, call: GrpcCall) -> GrpcResult:
-        """One that is not there is not ready, as Triton has it."""
+        """Whether a model is ready; an unknown model is not, as with Triton."""
         caller = self._caller(call)
         try:
             model = self._model(read_model(await call.read()), caller)
@@ -76,7 +76,7 @@ class KServeV2:
         return is_so(self._is_up(model.name))
 
     async def server_metadata(self, call: GrpcCall) -> GrpcResult:
-        """Who answers."""
+        """The name and version of this server."""
         return server_metadata("carpool", __version__)
 
     async def model_metadata(self, call: GrpcCall) -> GrpcResult:
@@ -89,7 +89,7 @@ class KServeV2:
         caller = self._caller(call)
         try:
             given = await self._read(call, caller)
-        except CarpoolError as fault:  # what cannot be read counts as one
+        except CarpoolError as fault:  # a call that cannot be read counts as one row
             without_frames(fault)
             entry = await self._enter(call, caller, 1)
             return entry if isinstance(entry, CarpoolError) else fault
@@ -144,7 +144,7 @@ class KServeV2:
         return model, asked, rows
 
     async def _enter(self, call: GrpcCall, caller: Caller, cost: int) -> LimitVerdict:
-        """Whether a caller with a limit comes in with so many rows."""
+        """Whether the rate limit of the caller lets so many rows in."""
         if caller.limit is None:
             return b""
         entry = self._intake.enter_many(caller, cost)

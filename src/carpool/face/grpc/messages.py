@@ -33,7 +33,7 @@ FIELDS_MAX = 32
 # Requests, and ids to cancel, in one message of a stream.
 STREAMED_MAX = 1024
 ID_BYTES_MAX = 128
-# Of the text of an error, which is in a status twice: clients take 8 KB of trailers, and three for a byte beyond ASCII.
+# Of an error's text, which is in a status twice, with three bytes for one beyond ASCII: clients take 8 KB of trailers.
 TEXT_BYTES_MAX = 1024
 _NOTHING: Message = b""
 _TASK_STATUS = {"PENDING": 1, "SUCCESS": 2, "FAILED": 3}
@@ -90,9 +90,9 @@ def read_submit(message: Message) -> tuple[PredictCall, str]:
 
 
 def read_stream(message: bytes) -> Generator[None, None, tuple[list[tuple[str, Message]], list[str]]]:
-    """A PredictStreamRequest: ids with their PredictRequests, which nobody has read yet, and ids to cancel.
+    """A PredictStreamRequest: ids with their PredictRequests, still undecoded, and ids to cancel.
 
-    There may be many: it yields after each, so that others can have a turn.
+    There may be many: it yields after each, so that other work can have a turn.
     """
     asked: list[tuple[str, Message]] = []
     cancelled: list[str] = []
@@ -228,12 +228,12 @@ def _error_of(problem: bytes) -> bytes:
 
 
 def malformed(fault: BadMessageError) -> Malformed:
-    """What is told of bytes that are no such message."""
+    """The error for bytes that are not the expected message."""
     return Malformed(f"the message is not what this method takes: {fault}")
 
 
 def status_text(error: CarpoolError) -> str:
-    """What is told of an error in a status: as much as every client takes."""
+    """The text of an error in a status, cut to what every client accepts."""
     data = error.detail.encode()
     return error.detail if len(data) <= TEXT_BYTES_MAX else data[:TEXT_BYTES_MAX].decode(errors="ignore") + "…"
 

@@ -1,6 +1,6 @@
 """gRPC's server reflection, `v1` and `v1alpha`: what services there are, and their descriptors, for tools.
 
-The descriptors are those of protos/, compiled by `make protos` into one file, which is read when somebody asks.
+The descriptors are those of protos/, compiled by `make protos` into one file, which is read at the first question.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,10 +1,10 @@
 """The gRPC port: services on grpcio's asyncio server, with limits, and a drain.
 
-1. An error of the tree, or a defect, ends its call with a status; nobody else notices. Nothing of a defect is told.
+1. An error of the tree, or a defect, ends its own call alone, with a status. That of a defect has no details.
 2. There are at most `calls_max` calls at once, streams included; others are refused at once. Slow ones: slow.py.
-3. grpcio makes two tasks for each call, and nobody here makes another one, but for streams.
+3. grpcio makes two tasks for each call; this package adds one for each PredictStream, and none for other calls.
 
-Whoever imports this imports grpcio: that is for those alone who serve gRPC.
+This module imports grpcio: only processes that serve gRPC import it.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from carpool.face.grpc.messages import status_message, status_text
 from carpool.face.grpc.slow import SlowCalls
 from carpool.face.intake import as_error
 
-# What grpcio has to say on its own is for its developers. It looks once, when it is imported.
+# grpcio's own log is for its developers. It reads this variable once, when it is imported.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 import grpc
 
@@ -124,11 +124,11 @@ class GrpcServer:
         self.slow.start()
 
     def change_certificate(self, tls: Pems) -> None:
-        """Let new connections have this one."""
+        """Use this certificate for new connections."""
         self._certificate = grpc.ssl_server_certificate_configuration([tls])
 
     def drain(self) -> None:
-        """Say that this process leaves: its health does, and to all clients the end of the listening."""
+        """Announce the drain by the health service; other clients see it when listening stops."""
         self._when_draining()
 
     def stop_listening(self) -> None:
@@ -139,7 +139,7 @@ class GrpcServer:
                 service.drain()
 
     async def finish(self, deadline: float) -> None:
-        """Wait until the last call has ended; past `deadline` all are."""
+        """Wait until the last call has ended; at `deadline`, end those that are left."""
         if self._stopping is None:
             return
         await self._server.stop(max(0.0, deadline - self._clock()))
@@ -163,7 +163,7 @@ class GrpcServer:
             ("grpc.keepalive_permit_without_calls", 1),
             ("grpc.http2.min_ping_interval_without_data_ms", CLIENT_PINGS_MS),
             ("grpc.http2.min_recv_ping_interval_without_data_ms", CLIENT_PINGS_MS),
-            # Unpacking what strangers send is a way to exhaust memory: no compression.
+            # No compression: unpacking what unknown clients send could exhaust memory.
             ("grpc.compression_enabled_algorithms_bitset", 1),
         ]
 
@@ -220,7 +220,7 @@ class GrpcServer:
 
 
 class _Handlers:
-    """What grpcio asks for whom a call is."""
+    """Finds the handler of a call for grpcio."""
 
     def __init__(self, by_path: Mapping[str, Any]) -> None:
         self._by_path = by_path

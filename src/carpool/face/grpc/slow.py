@@ -1,12 +1,12 @@
-"""Calls that are too slow: whose message does not come, or whose answers nobody reads.
+"""Ends calls that are too slow: their message does not come, or their client does not read the answers.
 
-1. The message of a call must have come within `receive_timeout_s`. One that has not is refused.
+1. The message of a call must have come within `receive_timeout_s`; else the call is refused.
 2. An answer must have been read in `write_timeout_s`, and a second for each 64 KB. grpcio cannot end a call whose
-   client does not read: a status waits behind the answer. So the client's connection is ended. Over that of a proxy
-   others come too: there a stream is given up, and waits to be told so; its owner has no more places than it had.
-3. If more than `unread_bytes_max` of answers wait to be read, those who leave UNREAD_BYTES_MIN unread are cut off.
+   client does not read: a status waits behind the answer. So its connection is ended. That of a proxy carries
+   other clients too: there only the stream is given up, which keeps its owner's place until its client reads on.
+3. If more than `unread_bytes_max` of answers wait to be read, clients that leave UNREAD_BYTES_MIN unread are cut off.
 
-They are looked at twice a second; a call pays for being put on a list.
+A sweep looks at all calls twice a second; a call only pays for being put on a list.
 """
 
 import asyncio
@@ -49,7 +49,7 @@ class SlowCalls:
         write_timeout_s: float,
         unread_bytes_max: int,
         clock: Clock,
-        # Whether others come over the connection of the peer with this name.
+        # Whether the peer with this name is a proxy, whose connections other clients share.
         is_shared: Callable[[str], bool] = no,
     ) -> None:
         self._receive_timeout_s = receive_timeout_s
@@ -57,14 +57,14 @@ class SlowCalls:
         self._unread_bytes_max = unread_bytes_max
         self._clock = clock
         self._is_shared = is_shared
-        # As of the last look.
+        # The time of the last sweep.
         self.now = clock()
-        # Those whose message is to come, with the time when they began; and peers with the end of a stream's write.
+        # Calls that wait for their message, with the time when they began; stream writes, with peer and read deadline.
         self.receiving: dict[Watched, float] = {}
         self.writing: dict[Watched, tuple[str, float]] = {}
-        # Answers that grpcio has, and may still have: who waits for its end, whose it is, until when, and its size.
+        # Unary answers handed to grpcio: the task that ends when one was read, its peer, its read deadline, its size.
         self._unread: list[tuple[asyncio.Task[Any] | None, str, float, int]] = []
-        # Those whose message should have come by now.
+        # Calls whose message is overdue.
         self._late: list[Watched] = []
         self._sweeps = Every(SWEEP_S, self.sweep)
 
@@ -84,7 +84,7 @@ class SlowCalls:
         return self.now + SWEEP_S + self._write_timeout_s + size / READ_BYTES_PER_S
 
     def answered(self, peer_name: str, size: int) -> None:
-        """The running task ends when its answer has been read."""
+        """Watch the answer of the running task, which ends when the client has read it."""
         self._unread.append((asyncio.current_task(), peer_name, self.time_to_read(size), size))
 
     def sweep(self) -> None:
@@ -92,7 +92,7 @@ class SlowCalls:
         now, before = self._clock(), self.now
         self.now = now
         if now - before > STOOD_STILL_S:
-            return  # what clients sent and read meanwhile is seen first
+            return  # this process stood still: first see what clients sent and read meanwhile
         is_giving_up = bool(self._late)
         self._late = [call for call, since in self.receiving.items() if now - since >= self._receive_timeout_s]
         if self._late and not is_giving_up:
@@ -109,7 +109,7 @@ class SlowCalls:
             asyncio.get_running_loop().run_in_executor(None, cut_off, slow)
 
     def _give_up_some(self) -> None:
-        """Refuse some of those whose message did not come, and the rest in the next turns: each takes a while."""
+        """Refuse some of the overdue calls, and the rest in the next turns: each refusal takes a while."""
         late, self._late = self._late[:GIVEN_UP_A_TURN], self._late[GIVEN_UP_A_TURN:]
         for call in late:
             call.give_up_receiving()
@@ -117,7 +117,7 @@ class SlowCalls:
             asyncio.get_running_loop().call_soon(self._give_up_some)
 
     def _leave_too_much(self) -> set[str]:
-        """Who is cut off for the sake of all (rule 3)."""
+        """The peers to cut off because all answers together leave too much unread (rule 3)."""
         unread: Counter[str] = Counter()
         for _, peer_name, _, size in self._unread:
             unread[peer_name] += size
@@ -127,7 +127,7 @@ class SlowCalls:
 
 
 def cut_off(peer_names: AbstractSet[str]) -> None:
-    """End the connections of these peers, by grpcio's names for them. It sees that they were closed."""
+    """Shut the connections of these peers down, by grpcio's names for them; grpcio notices by itself."""
     try:
         numbers = os.listdir(_SOCKETS)
     except OSError:
@@ -147,5 +147,5 @@ def name_of(address: Any) -> str:
     """grpcio's name of a peer that has this address."""
     if not isinstance(address, tuple):
         return ""
-    host, port = str(address[0]).removeprefix("::ffff:"), address[1]  # its sockets are of IPv6, and tell IPv4 so
+    host, port = str(address[0]).removeprefix("::ffff:"), address[1]  # its IPv6 sockets show IPv4 addresses so
     return f"ipv6:%5B{host.replace('%', '%25')}%5D:{port}" if ":" in host else f"ipv4:{host}:{port}"

@@ -1,12 +1,12 @@
 """PredictStream: many requests in flight on one stream, several requests and answers in a message.
 
 1. A stream has two tasks: one reads what the client asks, the call's own writes what there is to answer.
-2. While the client has `OPEN_MAX` requests without an answer that it took, or leaves `UNREAD_BYTES_MAX` of answers
-   waiting, nothing more is read: what a stream holds is bounded, whatever its client does.
+2. While `OPEN_MAX` requests have no answer that the client has read, or `UNREAD_BYTES_MAX` of answers wait to be
+   written, the gateway reads nothing more from the stream, so that what a stream holds is bounded.
 3. A client that has sent its last still gets all its answers; then the stream ends.
-4. A stream that ends, however it does, takes all that it waits for with it.
-5. A message that is not what it should be, or an id that is in flight already, ends the stream: nobody could say whose
-   the next answer is. What is wrong with a request is told in its own answer.
+4. The end of a stream, whatever the reason, cancels all of its requests.
+5. A malformed message, or an id that is in flight already, ends the stream: the ids of later answers would be
+   ambiguous. A fault in one request is the answer to that request alone.
 6. At a drain nothing more is read; what came is answered, then the stream ends with UNAVAILABLE.
 7. A message with many requests is taken over some turns of the event loop, of which all streams together have a part.
 
@@ -56,7 +56,7 @@ class GrpcStreams:
         if self._is_draining:
             return leaving()
         stream = GrpcStream(self, call)
-        owner = stream.caller().owner  # who is not known has no stream
+        owner = stream.caller().owner  # raises for an unknown caller, which gets no stream
         if (refusal := self._places.refusal(owner)) is not None:
             return refusal
         self._open.add(stream)
@@ -81,7 +81,7 @@ class GrpcStreams:
 
 
 class GrpcStream:
-    """One of them. It waits for the outcomes of its requests."""
+    """One stream. It waits for the outcomes of its requests."""
 
     # For traces.
     route = "carpool.v1.Inference/PredictStream"
@@ -98,7 +98,7 @@ class GrpcStream:
         self._ready: list[bytes] = []
         self._ready_bytes = 0
         self._written = 0
-        # No more is read; no more is waited for; and what the client is told in the end.
+        # The stream reads no more; it waits for no more outcomes; and the error that it ends with, if any.
         self._is_ended = self._is_broken = False
         self._end: CarpoolError | None = None
         # The writer waits for answers, the reader for room.
@@ -123,13 +123,13 @@ class GrpcStream:
                 await self._wake
 
     def end(self, why: CarpoolError | None, *, at_once: bool) -> None:
-        """Read no more; and wait for no more outcomes, if that is to be."""
+        """Read no more; with `at_once`, wait for no more outcomes either."""
         if not self._is_broken and (at_once or not self._is_ended):
             self._is_ended, self._is_broken, self._end = True, at_once, why
             notify(self._wake)
 
     def close(self) -> None:
-        """Nobody is there any more, or all is said (rule 4)."""
+        """The call is over: drop what is unwritten and cancel the open requests (rule 4)."""
         self._is_ended = self._is_broken = True
         notify(self._room)
         self._drop_ready()
@@ -176,7 +176,7 @@ class GrpcStream:
         return len(self._asked) + len(self._ready) + self._written >= OPEN_MAX or self._ready_bytes >= UNREAD_BYTES_MAX
 
     def caller(self) -> Caller:
-        """Who asks: looked at with each message, for a credential may end before the stream does."""
+        """The caller, identified anew with each message: a credential may expire before the stream ends."""
         return self._call.peer.caller or self._intake.identify(self._call.headers, self._call.peer)
 
     async def _take(self, message: bytes) -> None:
@@ -206,7 +206,7 @@ class GrpcStream:
             yield
 
     def _known(self, own_id: str, caller: Caller, request: Message, entry: LimitVerdict) -> None:
-        """It is known whether the client is within its limit."""
+        """The rate limit has let a request in, or refused it."""
         if own_id not in self._asked:
             return  # the stream has ended
         if isinstance(entry, CarpoolError):
@@ -219,10 +219,10 @@ class GrpcStream:
         try:
             asked = read_predict(message)
             request = self._service.ask(caller, self._call, asked, request_id, self, own_id)
-        except Exception as failure:  # whatever it is, the others on this stream go on
+        except Exception as failure:  # whatever it is, the other requests of this stream go on
             self._refuse(own_id, as_error(failure), request_id)
             return
-        if request.phase != DONE:  # else it was told already
+        if request.phase != DONE:  # else `settled` has its refusal already
             self._asked[own_id] = request
 
     def _refuse(self, own_id: str, error: CarpoolError, request_id: str = "") -> None:
@@ -246,7 +246,7 @@ class GrpcStream:
         notify(self._wake)
 
     def _give_up(self) -> None:
-        """The client does not read: it gets nothing more, and is told so if it reads on."""
+        """The client does not read: drop its answers, and end the stream with an error that it gets if it reads on."""
         if not self._is_broken:
             self._end = QueueFull("answers were left unread; read them sooner, or ask for less", retry_after_s=1)
             self.close()
@@ -273,6 +273,6 @@ class GrpcStream:
 
 
 def notify(waiting: "asyncio.Future[None] | None") -> None:
-    """Let somebody go on who waits, if anybody does."""
+    """Wake the task that waits for this future, if one does."""
     if waiting is not None and not waiting.done():
         waiting.set_result(None)

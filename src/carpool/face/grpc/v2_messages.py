@@ -1,7 +1,7 @@
 """The messages of `inference.GRPCInferenceService` (protos/inference/grpc_service.proto). Pure.
 
-Raw contents of a request are views of its message. What comes or goes in typed contents is converted some at a time:
-these functions yield between, so that whoever drives them can let others have a turn.
+Raw contents of a request are views of its message. Typed contents are converted in parts: these functions yield
+between the parts, so that their caller can let other work have a turn.
 """
 
 import struct
@@ -48,7 +48,7 @@ class ModelName(msgspec.Struct):
 
 
 class InferCall(msgspec.Struct):
-    """A ModelInferRequest whose tensors nobody has looked at."""
+    """A ModelInferRequest whose tensors are still undecoded."""
 
     model: ModelName
     id: str

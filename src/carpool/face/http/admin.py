@@ -19,7 +19,7 @@ from carpool.face.http.problem import respond_problem
 from carpool.face.http.router import Route, Router, split_target
 from carpool.face.http.webhooks import WebhookRoutes
 
-# Told what became of a request; None: nobody knows it.
+# Called with the state of a request; with None if it is not known.
 FoundRequest = Callable[[RequestState | CarpoolError | None], None]
 
 
@@ -32,7 +32,7 @@ class AdminRoutes:
         guard: AdminGuard,
         snapshot: Callable[[], Snapshot],
         ready: Callable[[Callable[[str | None], None]], None],
-        # By what is accepted: the text, and its type.
+        # Given the `Accept` header: the text, and its type.
         metrics: Callable[[bytes], tuple[bytes, bytes]],
         find_request: Callable[[str, FoundRequest], None],
         dead_letters: DeadLetterDesk,
@@ -60,7 +60,7 @@ class AdminRoutes:
         WebhookRoutes(webhooks).add_to(self._router)
         for path, file in page_files().items():
             self._router.add(b"GET", path, file.show)
-        # What needs no token: there is nothing of this process in it.
+        # Paths that need no token: they show no data of this process.
         self._open = {*page_files(), b"/internal/login"}
 
     def add(self, method: bytes, path: bytes, route: Route) -> None:

@@ -1,16 +1,16 @@
-"""Whom the admin port answers. A browser that a stranger's page sends here is not let in. Pure.
+"""Which requests the admin port answers. It refuses those that another site's page has a browser send. Pure.
 
 1. `Host` must name this port: a loopback address or `localhost`, or a name of `gateway.admin_hosts`. Where the port is
    bound beyond loopback any address will do too. A page that has its own name resolve to this machine (DNS rebinding)
-   says that name. Whoever sends no `Host` (HTTP/1.0) is no browser.
+   says that name. A client without `Host` (HTTP/1.0) is no browser.
 2. What changes something (any method but GET, HEAD and OPTIONS) must not come from another site: an `Origin` must be
    the very `Host`, or a name of `gateway.admin_hosts`, and `Sec-Fetch-Site`, where a browser sends it without an
    `Origin`, must not speak of another origin. Any page may have a browser send a form.
 3. A service token, where one is wanted: any of those that are valid, so that they can be changed one by one. A browser
    shows a cookie instead, which was given for a token (`login`): its end, and a MAC of that by the token. It ends with
-   its time, or with the token. Browsers send it with what a page of another port of this host asks for too: so with a
-   cookie nothing is told to a page of another origin.
-4. Tokens, and cookies, which can be made of guessed ones, are guessed slowly (guess_pace.py): beyond that, 429.
+   its time, or with the token. Browsers also send it with requests of pages on other ports of this host: so it does
+   not count where `Sec-Fetch-Site` speaks of another origin.
+4. Guesses of tokens, and of cookies, which can be made from guessed tokens, are slowed (guess_pace.py): beyond, 429.
 """
 
 import hmac
@@ -76,7 +76,7 @@ class AdminGuard:
         return self._look_at(cookie, is_proven, address) or (None if self._wall() < end else self._wanted())
 
     def login(self, token: bytes, address: str = "") -> bytes | CarpoolError:
-        """A cookie for whoever has this token, as `Set-Cookie` wants it; or why there is none."""
+        """A cookie for a client with this token, as `Set-Cookie` wants it; or why it is refused."""
         refusal = self._look_at(token, self._is_credential(b"Bearer " + token), address)
         if refusal is not None:
             return refusal if isinstance(refusal, RateLimited) else Unauthorized("this is not a service token")
@@ -85,7 +85,7 @@ class AdminGuard:
         return b"%b=%b.%b; %b" % (COOKIE, end, mac(token, end), attributes)
 
     def _look_at(self, given: bytes, is_right: bool, address: str) -> CarpoolError | None:
-        """Why somebody who shows this is refused: it is not right, or too many others were not (rule 4)."""
+        """Why a client that shows this is refused: it is wrong, or too many wrong ones came before (rule 4)."""
         now = self._clock()
         if not self._credentials or not given:
             return None if is_right else self._wanted()
@@ -101,7 +101,7 @@ class AdminGuard:
         return Unauthorized("the admin port needs the header `Authorization: Bearer <service token>`")
 
     def _is_credential(self, given: bytes) -> bool:
-        # All of them each time: how long it takes tells nothing.
+        # Compare with all of them each time: the time that it takes tells nothing.
         return sum(hmac.compare_digest(given, each) for each in self._credentials) > 0
 
     def _read_cookie(self, given: bytes) -> tuple[int, bool]:
@@ -125,7 +125,7 @@ class AdminGuard:
 
 
 def mac(token: bytes, end: bytes) -> bytes:
-    """What shows that somebody who had this token was given a cookie until then."""
+    """The proof that this cookie, valid until `end`, was given for this token."""
     return hmac.digest(token, b"the admin port's cookie until " + end, "sha256").hex().encode()
 
 

@@ -13,21 +13,21 @@ Rules, each with a test:
 4. A request that cannot be parsed is answered after those before it, and the connection closes. Every connection
    closes gently: the end of our side is sent and what still comes is thrown away for a moment, since closing on
    unread bytes would reset the connection and destroy the answer on its way.
-5. End of file is a hang-up: whoever works on an exchange of this connection is told at once, also if what was
-   answered before is still on its way.
+5. End of file is a hang-up: the workers of all open exchanges of this connection are called at once (`client_left`),
+   also if earlier answers are still on their way.
 6. A path with an upgrade handler (`state.upgrades`) takes the connection over: it gets what comes from then on, and its
-   answer is one that comes in parts (rule 10), so all that is said here of clients that do not read, or leave, holds.
+   answer comes in parts (rule 10), so the rules here for clients that do not read, or leave, hold for it too.
    Any other `Upgrade` is ignored, as HTTP allows: the request is answered as the HTTP/1.1 request it also is.
-7. While the server drains, the last response of a connection says `Connection: close`; one that a further request
-   follows, received whole or in part, does not. So a read is parsed to its end before its requests are handled.
+7. While the server drains, the last response of a connection says `Connection: close`; a response does not if a
+   further request was received, whole or in part. So a read is parsed to its end before its requests are handled.
 8. Nothing is written after the last response, and what a client sends after its last request is thrown away.
 9. Memory is counted or bounded: bodies of which not all has come, and those in the backlog, count against the
    server's `receiving_bytes_max`; headers, trailers and chunk framing may have `header_bytes_max` and one read.
 10. A response may come in parts. They leave as they come once those before it have left; until then, and while the
-   client does not keep up, its writer is told to wait (`write` is false) and is called when there is room again.
+   client does not keep up, its writer has to wait (`write` returns false) and is called when there is room again.
 11. A request with a long body waits until there is time for it (`state.turns`): of bodies that end together one is read
-   in a turn of the event loop, so that nobody else waits for all of them. Its bytes count as those that are partly
-   received, and so does the time; after `receive_timeout_s` it is refused.
+   in a turn of the event loop, so that other clients do not wait for all of them. Until then its bytes and time count
+   as those of a partly received body; after `receive_timeout_s` it is refused.
 """
 
 import asyncio
@@ -63,21 +63,21 @@ logger = logging.getLogger("carpool.http")
 ONLY_ONCE = frozenset((b"host", b"authorization", b"content-type", b"content-length"))
 # What a request in the backlog costs beside its body.
 BACKLOG_ENTRY_BYTES = 1024
-# So many who find no place are told why, at a time; more are cut off at once. Each of them has a file open meanwhile.
+# Beyond `connections_max`, so many connections at a time get an error, each with an open file; more are aborted.
 TOLD_MAX = 64
-# A client with less than this unread is never cut off for what others leave unread.
+# A client with less than this unread is never cut off for what other clients leave unread.
 UNREAD_BYTES_MIN = 256 * 1024
 # A shorter response counts as unread without the part of it that has left. More than a transport collects before it
 # writes, so that right after a longer one it is known whether all of it has left.
 COUNTED_WHOLE_BYTES = 128 * 1024
-# So much of a response in parts may wait for its turn before its writer is told to wait.
+# So much of a response in parts may wait for its turn before its writer has to wait.
 UNSENT_PARTS_MAX = 64 * 1024
 # What still comes is read and thrown away for so long after the client has got its last answer (rule 4).
 LINGER_S = 1.0
 
 
 class RefusedError(Exception):
-    """Stops the parser in the middle of a message; carries what the client is told."""
+    """Stops the parser in the middle of a message; carries the error for the client."""
 
     def __init__(self, error: CarpoolError) -> None:
         super().__init__(error.detail)
@@ -169,28 +169,28 @@ class Connection(asyncio.Protocol):
         self.pumping = False
         # No more input is parsed: a request was refused, or the last request of this connection has come.
         self.input_ended = False
-        # Whoever has taken the connection over is told here what comes (rule 6).
+        # The upgrade handler's function for received bytes, once it has taken the connection over (rule 6).
         self.upgraded: Callable[[bytes], None] | None = None
-        # When what is left of a connection that ends is given up; 0.0 while it does not end.
+        # When a connection that closes gently is cut off (rule 4); 0.0 while it is open.
         self.linger_until = 0.0
         self.continue_owed = False
-        # An error of its waits for its turn (`error_pace`): what is behind it waits too, so a connection has one place.
+        # An error waits for its turn (`error_pace`); later requests wait behind it: a connection has one place there.
         self.is_held = False
-        # For the sweep: bytes handed to the transport, and its last sight of a buffer that does not empty.
+        # For the sweep: bytes handed to the transport; below, when and at which acknowledged byte it last went on.
         self.bytes_out = 0
-        # Of the longest response that did not leave at once: of the first in its buffer the transport keeps what has
-        # left, too (rule 3).
+        # Size of the longest response that did not leave at once: of the first response in its buffer the transport
+        # keeps also the part that has left (rule 3).
         self.kept_bytes = 0
         self.stalled_since = 0.0
         self.acked_then = 0
-        # The same when the client had last read everything, and how much more it had acknowledged: TLS adds to it.
+        # `bytes_out` when the client had last read everything, and how much more it had acknowledged: TLS adds some.
         self.read_then = 0
         self.acked_ahead = 0
 
     # asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Take the place of one connection, or be refused for want of places."""
+        """Count the connection, or refuse it if `connections_max` are open."""
         self.transport = cast(asyncio.Transport, transport)  # uvloop's are of no asyncio class
         self.peer.address = address_of(transport)
         self.state.connections.add(self)
@@ -254,14 +254,14 @@ class Connection(asyncio.Protocol):
         return False
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """There is nobody to answer any more."""
+        """The connection is gone: drop its exchanges."""
         self.transport = None
         del self.parser  # it refers back to here, and the collector that would free both runs rarely
         self.state.connections.discard(self)
         self.abandon()
 
     def abandon(self) -> None:
-        """Take no more requests, and tell everyone who works for this client that its answer will not leave."""
+        """Take no more requests, and tell the workers of open exchanges that their client has left."""
         self.input_ended = True
         self.upgraded = None
         self.receiving_since = 0.0
@@ -293,7 +293,7 @@ class Connection(asyncio.Protocol):
         if self.transport is not None and self.pending and self.pending[0].is_unfinished:
             is_told = self.upgraded is not None and self.pending[0].is_told_to_wait
             self.write_part(self.transport, self.pending[0])
-        if not is_told:  # else who has the connection reads on when it has done what came before
+        if not is_told:  # else the upgrade's handler reads on when it has handled what came before
             self.pump()
 
     # httptools' callbacks
@@ -410,7 +410,7 @@ class Connection(asyncio.Protocol):
         elif size > LONG_BODY_BYTES:
             state.receiving_bytes += size
             exchange.context = AWAITS_TURN
-            # By turns of the connections: one that sends many does not keep the others waiting.
+            # In turn by connection: a client that sends many does not keep the others waiting.
             state.turns.now(partial(self.handle_long, exchange, size, state.clock()), self)
         else:
             self.handle_now(exchange)
@@ -438,7 +438,7 @@ class Connection(asyncio.Protocol):
             self.handler_failed(exchange)
 
     def handler_failed(self, exchange: Exchange) -> None:
-        """Tell of a defect, and answer what it left unanswered."""
+        """Log a defect of a route, and answer the request if the route did not."""
         logger.exception("a route failed on a request")
         if exchange.response is None or exchange.is_unfinished:
             respond_problem(exchange, InternalError("the gateway failed on this request"))
@@ -469,7 +469,7 @@ class Connection(asyncio.Protocol):
             self.pump()
 
     def received_behind(self, data: bytes) -> None:
-        """What comes behind the last request is for whoever took the connection over, or for nobody (rules 6 and 8)."""
+        """Give bytes behind the last request to the upgrade's handler, else throw them away (rules 6 and 8)."""
         if self.upgraded is not None:
             self.upgraded(data)
 
@@ -481,7 +481,7 @@ class Connection(asyncio.Protocol):
             return True
         handler = self.state.upgrades.get((self.target.partition(b"?")[0], headers.get(b"upgrade", b"").lower()))
         is_bare = b"content-length" not in headers and b"transfer-encoding" not in headers and not self.is_http_1_0
-        # One that comes behind others would have to wait for them.
+        # An upgrade behind other requests would have to wait for them.
         if handler is None or not is_bare or self.pending or self.backlog or method != b"GET":
             return False
         exchange = Exchange(self, b"GET", self.target, headers, b"", False)
@@ -546,7 +546,7 @@ class Connection(asyncio.Protocol):
     def respond(self, exchange: Exchange, status: int, body: Body, content_type: bytes, headers: bytes) -> None:
         """Take a whole response."""
         if exchange.is_unfinished:
-            self.break_off()  # the head of another one is out
+            self.break_off()  # the head of another response is out
             return
         exchange.response = self.whole_response(exchange, status, body, content_type, headers)
         pace = self.state.error_pace
@@ -577,8 +577,8 @@ class Connection(asyncio.Protocol):
         if transport is None or self.reading_paused or not pending or pending[0] is not exchange:
             self.flush()
             return
-        # What `flush` comes to where nothing stands still and it is the turn of this one. It need not let go: all that
-        # it has is its request, which forgets it.
+        # The short form of `flush`, where nothing is paused and it is the turn of this exchange. It skips `let_go`: the
+        # exchange holds nothing but its request, which forgets the exchange.
         pending.popleft()
         self.bytes_out += len(response)
         transport.write(response)
@@ -590,7 +590,7 @@ class Connection(asyncio.Protocol):
             self.idle_since = state.coarse_now
 
     def answer_error(self, exchange: Exchange, error: CarpoolError) -> None:
-        """Take an error that many are told: a flood of refusals must cost little."""
+        """Take an error that many clients get: a flood of refusals must cost little."""
         state = self.state
         if not exchange.is_plain or state.draining or exchange.is_unfinished:
             respond_problem(exchange, error)
@@ -666,25 +666,25 @@ class Connection(asyncio.Protocol):
             self.transport.abort()
 
     def is_gone(self) -> bool:
-        """Whether nobody is there to read any more."""
+        """Whether the connection is gone."""
         return self.transport is None
 
     def note_problem(self, exchange: Exchange, error: CarpoolError) -> None:
         """The response to an exchange is an error."""
         state = self.state
         state.count_problem(error.code)
-        # One that came in has its request there, or its requests, and is traced with these.
+        # An exchange that came in has its request, or its requests, as context, and is traced with these.
         came_in = exchange.context is not None and getattr(exchange.context, "came_in", True)
         if state.traces is not None and not came_in:
             state.traces.refused(exchange.method, exchange.target, exchange.headers, error)
 
     def connection_line(self, exchange: Exchange) -> bytes:
-        """What a response says of the connection: that it ends, or to whoever asked that it does not."""
+        """What a response says of the connection: that it closes, or, to a client that asked, that it stays open."""
         if self.state.draining and exchange.keep_alive:
             exchange.keep_alive = not self.make_last(exchange)
         if not exchange.keep_alive:
             return b"Connection: close\r\n"
-        # An HTTP/1.0 client that asked to stay is told so; to an HTTP/1.1 client it is no news.
+        # An HTTP/1.0 client that asked to keep the connection needs this line; an HTTP/1.1 client does not.
         return b"Connection: keep-alive\r\n" if b"connection" in exchange.headers else b""
 
     def flush(self) -> None:
@@ -730,9 +730,9 @@ class Connection(asyncio.Protocol):
                 exchange.worker.writable(exchange)
 
     def reads_too_little(self, transport: asyncio.Transport, size: int) -> bool:
-        """Whether more than may be is left unread over all connections, a good part of it by this client (rule 3).
+        """Whether all clients together leave too much unread, and this one UNREAD_BYTES_MIN or more (rule 3).
 
-        Called when so many bytes were written.
+        Called after `size` bytes were written.
         """
         if size < COUNTED_WHOLE_BYTES and not self.writing_paused:
             return False
@@ -801,7 +801,7 @@ class Connection(asyncio.Protocol):
 
     def finish_output(self, transport: asyncio.Transport) -> None:
         """The last response is written: close gently, for the client may still be sending (rule 4)."""
-        self.abandon()  # what came behind a response that only the end of the connection can end
+        self.abandon()  # drops requests behind a response that only the end of the connection can end
         self.linger_until = self.state.coarse_now + LINGER_S
         if not transport.can_write_eof():
             transport.close()  # TLS has an end of its own to send, and throws away what still comes by itself
@@ -871,11 +871,11 @@ class Connection(asyncio.Protocol):
             self.body_buffer = None
 
     def too_many_bodies(self) -> CarpoolError:
-        """What a client is told when the connections together hold too much."""
+        """The error when all connections together hold too many bytes of bodies."""
         return QueueFull("too many large bodies are being received; try again soon", retry_after_s=1)
 
     def headers_too_large(self) -> CarpoolError:
-        """What a client with too many or too long headers is told."""
+        """The error for too many or too long headers."""
         limits = self.limits
         return HeadersTooLarge(
             f"at most {limits.header_count_max} headers and {limits.header_bytes_max} bytes of request line and "
@@ -883,11 +883,11 @@ class Connection(asyncio.Protocol):
         )
 
     def too_large(self) -> CarpoolError:
-        """What a client with too long a body is told."""
+        """The error for too long a body."""
         return TooLarge(f"a body may have {self.limits.body_bytes_max} bytes at most; send a shorter one")
 
     def parse_error(self, failure: Exception) -> CarpoolError:
-        """What a client that does not speak HTTP/1.1 is told; llhttp's reasons never quote its bytes."""
+        """The error for bytes that are not HTTP/1.1; llhttp's reasons never quote them."""
         reason = str(failure)
         # The second is the beginning of HTTP/2 without an upgrade.
         if reason in ("Invalid HTTP version", "Pause on PRI/Upgrade"):
@@ -902,5 +902,5 @@ def address_of(transport: asyncio.BaseTransport) -> str:
 
 
 def version_not_supported() -> CarpoolError:
-    """What a client of another HTTP version is told."""
+    """The error for another HTTP version."""
     return HttpVersionNotSupported("this server speaks HTTP/1.1 and HTTP/1.0")

@@ -1,11 +1,11 @@
 """Pages of other origins (CORS), where `gateway.cors_origins` lets them.
 
-1. An origin is allowed if it stands in the list, or if `*` does. It is never told that cookies may come along: a page
+1. An origin is allowed if it stands in the list, or if `*` does. The gateway never allows cookies along: a page
    sends its credential itself, in a header.
-2. A preflight is answered for every path, with the headers that it asks for. Who is not allowed gets an ordinary
-   answer, which its browser does not show to the page.
+2. A preflight is answered for every path, with the headers that it asks for. An origin that is not allowed gets an
+   ordinary answer, which the browser does not show to the page.
 3. Every answer to an allowed origin says so, errors too, also those to requests that could not be read whole.
-4. Where nothing is configured nothing of this is there.
+4. Without `gateway.cors_origins` none of this is in the way.
 """
 
 import re
@@ -15,13 +15,13 @@ from carpool.face.http.exchange import Exchange
 
 EXPOSED = b"Location, Retry-After, RateLimit, RateLimit-Policy, X-Request-Id"
 METHODS = b"GET, POST, DELETE"
-# What a browser need not ask for again.
+# How long a browser may keep the answer to a preflight.
 PREFLIGHT_S = 7200
 _header_names = re.compile(rb"[A-Za-z0-9!#$%&'*+.^_`|~, -]{1,4096}\Z").match
 
 
 class Cors:
-    """Says who is allowed, and stands before the routes."""
+    """Decides which origins are allowed, and stands before the routes."""
 
     def __init__(self, origins: Iterable[str], serve: Callable[[Exchange], None]) -> None:
         self._origins = frozenset(origin.encode() for origin in origins)
@@ -33,7 +33,7 @@ class Cors:
         return self._is_open or origin in self._origins
 
     def lines(self, headers: dict[bytes, bytes]) -> bytes:
-        """What an answer to whoever sent these headers says of it."""
+        """The CORS lines of the answer to a request with these headers."""
         origin = headers.get(b"origin")
         if origin is None:
             return b""

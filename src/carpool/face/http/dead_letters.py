@@ -124,7 +124,7 @@ class DeadLetterRoutes:
 
 
 def awaited(work: Callable[[Exchange, str], Awaitable[StatusAndBody]]) -> Route:
-    """A route that takes its time."""
+    """A route that runs in a task of its own."""
     # The event loop holds its tasks only weakly.
     running: set[asyncio.Task[None]] = set()
 
@@ -156,7 +156,7 @@ def summary_of(letter: DeadLetterSummary) -> dict[str, Any]:
 
 
 def known_form(letter_id: str) -> int:
-    """The number of a dead letter; what cannot be one is answered as one that is not there."""
+    """The number of a dead letter; raises NotFound for text that cannot be one."""
     try:
         return whole_number(letter_id, "id", 1, LETTER_ID_MAX)
     except Malformed:

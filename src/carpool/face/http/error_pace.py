@@ -1,9 +1,9 @@
-"""So many errors leave in a turn of the event loop; the others wait for the next ones.
+"""At most ERRORS_A_TURN errors leave in a turn of the event loop; the others wait for the next turns.
 
 A client that is refused may ask again at once. With a thousand such connections the event loop finds new requests as
 fast as it refuses, and comes to nothing else: batches that are ready, answers that came, timers. Refusals that wait a
-few milliseconds keep those clients waiting too, and the work of the others goes on between. What a connection sent
-behind one that waits is not looked at before: whoever sends many at once has one place, as everybody has.
+few milliseconds keep those clients waiting too, and other work goes on between. Requests behind a waiting error are
+not handled before it leaves: a connection has one place here, however many requests it sends at once.
 """
 
 from collections import deque

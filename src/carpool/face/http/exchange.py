@@ -9,7 +9,7 @@ from carpool.core.ports import Peer
 from carpool.core.tensors import Data
 
 JSON = b"application/json"
-# A body, or parts of one: whoever sends it puts them together, so that a long one is copied once.
+# A body, or parts of one: the connection joins them, so that a long body is copied once.
 Body = bytes | tuple[Data, ...]
 
 REASONS = {
@@ -45,13 +45,13 @@ AWAITS_TURN = object()
 
 
 class ExchangeWorker:
-    """Whoever works for exchanges: a route, or what it made for one of them."""
+    """Works on exchanges: a route, or an object that it made for one exchange."""
 
     def client_left(self, exchange: "Exchange") -> None:
         """The client left before its answer was complete."""
 
     def writable(self, exchange: "Exchange") -> None:
-        """A writer that was told to wait may go on."""
+        """A writer that had to wait may go on."""
 
 
 class Sink(Protocol):
@@ -69,7 +69,7 @@ class Sink(Protocol):
         ...
 
     def answer_error(self, exchange: "Exchange", error: CarpoolError) -> None:
-        """Take an error that many are told, and nobody raises."""
+        """Take an error that many clients get, and that is never raised."""
         ...
 
     def begin(self, exchange: "Exchange", status: int, content_type: bytes, headers: bytes) -> None:
@@ -85,11 +85,11 @@ class Sink(Protocol):
         ...
 
     def break_off(self) -> None:
-        """End the connection at once: whoever is there does not read, or what was promised will not come."""
+        """End the connection at once: its client does not read, or the rest of a response will not come."""
         ...
 
     def handle(self, exchange: "Exchange") -> None:
-        """Give it to the routes once more: what one of them waited for is there."""
+        """Give it to the routes once more: the verdict that its route waited for is known."""
         ...
 
     def pause_reading(self) -> None:
@@ -97,11 +97,11 @@ class Sink(Protocol):
         ...
 
     def pump(self) -> None:
-        """Go on reading, unless the client does not."""
+        """Read on from the client, unless it does not read its answers."""
         ...
 
     def is_gone(self) -> bool:
-        """Whether nobody is there to read any more."""
+        """Whether the connection is gone."""
         ...
 
     def note_problem(self, exchange: "Exchange", error: CarpoolError) -> None:
@@ -124,24 +124,24 @@ class Exchange(msgspec.Struct, eq=False):
     headers: dict[bytes, bytes]
     body: bytes
     keep_alive: bool
-    # It is known that its head asks for nothing special (`known_heads.is_plain`): nobody need look again.
+    # It is known that its head asks for nothing special (`known_heads.is_plain`): routes need not check it.
     is_plain: bool = False
-    # What its client is told of its rate limit: the header lines of whatever is answered.
+    # Header lines with the state of the rate limit, sent with any answer.
     limit_lines: bytes = b""
     # What is known of the response and has not left yet; it leaves when those before it on the connection have left.
     response: bytes | None = None
-    # What the route keeps for this exchange (for an inference: the Request), and who works for it.
+    # What the route keeps for this exchange (for an inference: the Request), and the worker that answers it.
     # Both may refer back to the exchange: see `let_go`.
     context: Any = None
     worker: "ExchangeWorker | None" = None
-    # While true, more of the response is to come. A writer that was told to wait is called when there is room again.
+    # While true, more of the response is to come. A writer that has to wait is called when there is room again.
     is_unfinished: bool = False
     is_told_to_wait: bool = False
-    # How long it took to come, where it came in more than one read, and to be read.
+    # How long it took to arrive, if in more than one read, and to wait for its turn.
     received_s: float = 0.0
     # A response in parts has no chunks (HTTP/1.0, or an upgrade): its end is the end of the connection.
     is_unframed: bool = False
-    # Header lines of whatever is answered; one with some is not plain.
+    # Header lines sent with any answer; an exchange with some is not plain.
     extra_lines: bytes = b""
 
     @property
@@ -150,7 +150,7 @@ class Exchange(msgspec.Struct, eq=False):
         return self.context is LEFT
 
     def let_go(self) -> None:
-        """Forget whoever works for this exchange: its answer has left, or its client has.
+        """Forget the worker and context of this exchange: its answer has left, or its client has.
 
         An exchange that referred to them would be part of a reference cycle, and stay in memory with its body and its
         answer until the garbage collector runs, which is rare (app.py).

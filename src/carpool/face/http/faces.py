@@ -1,6 +1,6 @@
-"""Which models have which faces: those whose upstream takes the same kind of input, whatever protocol it speaks.
+"""Which models each face serves: those whose upstream takes the same kind of input, whatever protocol it speaks.
 
-`json` and `kserve_v1` carry any JSON value: what their model makes of a text, nobody knows before it answers.
+`json` and `kserve_v1` carry any JSON value: only the model's answer shows what it makes of a text.
 """
 
 from carpool.core.errors import UnknownModel
@@ -18,7 +18,7 @@ FACES: dict[str, tuple[ProtocolName, ...]] = {
     COMPLETIONS: (*_ANY_VALUE, "openai_completions"),
     EMBED: (*_ANY_VALUE, "openai_embeddings", "tei_embed"),
     PREDICT: (*_ANY_VALUE, "openai_embeddings", "openai_completions", "tei_embed"),
-    # Tensors: those who take other things have no form for them.
+    # Tensors: other protocols have no form for them.
     INFER: ("kserve_v2", "kserve_v2_grpc"),
 }
 

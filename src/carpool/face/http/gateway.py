@@ -58,7 +58,7 @@ TASK_ID = re.compile(r"[0-9a-f]{32}\Z").match
 
 
 def no_callbacks(url: str) -> str:
-    """Where no webhooks are sent."""
+    """Refuse every `callback_url`, where no webhooks are sent."""
     raise CallbackDenied("this gateway sends no webhooks; poll the task instead")
 
 
@@ -93,7 +93,7 @@ class ParkedReplies:
             self.failed(exchange, request)
 
     def failed(self, exchange: Exchange, request: Request) -> None:
-        """Whoever waits must not be left waiting."""
+        """Log a defect, and answer the client with an error."""
         logger.exception("an answer could not be written")
         if exchange.response is None:
             respond_problem(exchange, InternalError("the gateway failed on this request"), request.id)
@@ -146,11 +146,11 @@ class GatewayRoutes(ExchangeWorker):
         self._begin_trace = None if traces is None else traces.begin
         self._settings = settings
         self._early = intake.early
-        # Tiers whose requests may be tasks though nobody says so: it depends on the model.
+        # Tiers whose requests are tasks for some model where neither the client nor its key says.
         self._task_tiers = frozenset().union(*(model.task_tiers for model in intake.models()))
         self._openapi = openapi
         self._inference_replies = ParkedReplies(InferenceAnswers().pieces, "/v1/inference")
-        # For clients who accept JSON, and for those who would rather have bytes; of some models all clients have bytes.
+        # For clients that accept JSON, and for those that prefer bytes; of some models all clients have bytes.
         route = "/v1/predict"
         self._predict_replies = ParkedReplies(predict_pieces, route), OctetReplies(predict_pieces, route)
         self._bytes_replies = {
@@ -170,7 +170,7 @@ class GatewayRoutes(ExchangeWorker):
         """`POST /v1/inference`: a synchronous request, or a task."""
         headers, body, peer = exchange.headers, exchange.body, exchange.sink.peer
         caller = peer.caller or self._intake.identify(headers, peer)
-        # With lines it is the second call.
+        # With limit lines this is the second call for the exchange, after `_go_on`.
         if caller.limit is not None and not exchange.limit_lines:
             entry = self._intake.enter(caller)
             if isinstance(entry, bytes):  # the usual case
@@ -300,7 +300,7 @@ class GatewayRoutes(ExchangeWorker):
         return caller.default_mode == "async" or (not caller.default_mode and caller.tier in self._task_tiers)
 
     def _does_not_come_in(self, exchange: Exchange, caller: Caller, refusal: CarpoolError | None) -> None:
-        """A caller with a limit is refused; or it is not known yet, and the route is called once more."""
+        """Refuse a caller over its rate limit; or, if the verdict is still to come, call the route again then."""
         if refusal is not None:
             exchange.sink.answer_error(exchange, refusal)
             return
@@ -357,7 +357,7 @@ class GatewayRoutes(ExchangeWorker):
 
 
 def _go_on(exchange: Exchange, entry: LimitVerdict) -> None:
-    """It is known whether its client is within its limit."""
+    """The rate limit has let the exchange in, or refused it."""
     if exchange.has_left:
         return
     if isinstance(entry, CarpoolError):
@@ -368,7 +368,7 @@ def _go_on(exchange: Exchange, entry: LimitVerdict) -> None:
 
 
 def possible_task_id(text: str) -> str:
-    """The id of a task that a client wrote; one that no task has if it cannot be any."""
+    """The id of a task that a client wrote; "-", which no task has, if it cannot be an id."""
     return text if TASK_ID(text) else "-"
 
 
@@ -400,7 +400,7 @@ def headers_for_answer(headers: dict[bytes, bytes]) -> dict[bytes, bytes]:
 
 
 def too_large_for(model: ServedModel) -> TooLarge:
-    """What a client with too long a body for its model is told."""
+    """The error for a body that is too long for its model."""
     return TooLarge(f"a body for this model may have {model.body_bytes_max} bytes at most; send a shorter one")
 
 
@@ -412,8 +412,8 @@ def media_type(content_type: bytes) -> bytes:
 def check_media(exchange: Exchange, wanted: str = "application/json") -> None:
     """Refuse a body of another type than JSON.
 
-    `curl -d` calls everything a form. One that is JSON is taken as that, and so is what is called nothing, unless a
-    page in a browser may have sent it: other sites' pages may send these, but not JSON, without asking first.
+    `curl -d` calls everything a form. A form that begins like a JSON object is taken as JSON, and so is a body without
+    a type, unless a browser's page may have sent it: other sites' pages can send these, not JSON, without a preflight.
     """
     given = exchange.headers.get(b"content-type")
     media = JSON if given is None else media_type(given)
@@ -425,7 +425,7 @@ def check_media(exchange: Exchange, wanted: str = "application/json") -> None:
 
 
 def check_encoding(headers: dict[bytes, bytes]) -> None:
-    """Refuse a compressed body: unpacking what strangers send is a way to exhaust memory."""
+    """Refuse a compressed body: unpacking what unknown clients send could exhaust memory."""
     if headers.get(b"content-encoding", b"identity").lower() != b"identity":
         raise UnsupportedMedia("send the body without Content-Encoding")
 

@@ -1,18 +1,18 @@
 """How fast service tokens may be guessed. Pure: `now` is an argument, seconds on any clock that does not go back.
 
 1. A wrong token costs its address a place, and all addresses together one. Places come back one by one.
-2. While there is none, what an address shows is not looked at, right or wrong: who guesses on learns nothing, and takes
-   nothing. Others are let in as ever.
-3. Who has shown a right token lately is not held up by what other addresses guess; only by its own.
-4. An IPv6 address stands for its network of 64 bits: whoever has one address there has them all.
+2. While no place is left, the guard refuses whatever an address shows, right or wrong: further guesses learn nothing,
+   and cost no place.
+3. An address that has shown a right token lately is held up by its own wrong tokens only, not by those of others.
+4. An IPv6 address stands for its network of 64 bits: a client with one address there can use them all.
 """
 
 from ipaddress import IPv6Address, ip_address
 
-# Of one address, and of all together: so many at once, and one more each so many seconds.
+# Places of one address, and of all together: so many at once, and one comes back each so many seconds.
 OWN_MAX, OWN_S = 10, 6.0
 ALL_MAX, ALL_S = 100, 1.0
-# Addresses that are remembered: of wrong tokens, and of right ones, for so long.
+# Addresses that are remembered for wrong tokens, and as many for right ones; the latter are trusted for so long.
 ADDRESSES_MAX = 1024
 TRUSTED_S = 86400.0
 
@@ -21,7 +21,7 @@ class GuessPace:
     """Counts wrong tokens."""
 
     def __init__(self) -> None:
-        # When all places are there again: of each address that lacks one, and of all together.
+        # When all places will be free again: of each address that lacks one, and of all together.
         self._own: dict[str, float] = {}
         self._all = 0.0
         # When an address last showed a right token, the oldest first.
@@ -31,7 +31,7 @@ class GuessPace:
         return len(self._own) + len(self._right)
 
     def wait_s(self, address: str, now: float) -> float:
-        """How long an address must wait before what it shows is looked at; 0.0: it need not."""
+        """How long an address must wait before its token is checked; 0.0: it need not."""
         address = network_of(address)
         own_s = self._own.get(address, 0.0) - now - (OWN_MAX - 1) * OWN_S
         is_trusted = now - self._right.get(address, now - TRUSTED_S) < TRUSTED_S
@@ -49,7 +49,7 @@ class GuessPace:
                 del self._own[next(iter(self._own))]
 
     def was_right(self, address: str, now: float) -> None:
-        """It was a right one."""
+        """An address has shown a right token."""
         address = network_of(address)
         self._right.pop(address, None)
         self._right[address] = now

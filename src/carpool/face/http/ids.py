@@ -9,7 +9,7 @@ _acceptable = re.compile(rb"[A-Za-z0-9._:-]{1,128}\Z").match
 
 
 def given_id(headers: dict[bytes, bytes]) -> str | None:
-    """The client's X-Request-Id, if it is one that can be passed on safely."""
+    """The client's X-Request-Id, if it can be passed on safely."""
     given = headers.get(b"x-request-id")
     return given.decode() if given is not None and _acceptable(given) else None
 

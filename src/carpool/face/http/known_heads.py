@@ -5,10 +5,10 @@ anew takes a dozen calls from C into Python, a third of what the face spends on 
 kept, by the bytes of the head without that value. It is used only where the parser could not come to another result:
 
 1. A whole request in one read, at a message boundary: head, and exactly Content-Length bytes of body.
-2. Same bytes, same result: the head equals, byte for byte, one that the parser accepted before, but for the digits
+2. Same bytes, same result: the head equals, byte for byte, a head that the parser accepted before, but for the digits
    on the line that starts with `Content-Length: `. A head with two such lines was never accepted.
-3. Only these are kept: keep-alive, no Transfer-Encoding, no Expect, no Upgrade. Nor is one with a `traceparent`: it
-   would not come again, and many of them would push out those that do.
+3. Only these are kept: keep-alive, no Transfer-Encoding, no Expect, no Upgrade, no `traceparent`. A
+   traced head would not come again, and many of them would push out those that do.
 4. A head that was found is remembered whole, with the size of its request: same size and same head, so the same
    Content-Length, and the right one. So the next request of that size is known by one comparison on the same
    connection, and by one look-up where the clients behind a connection take turns.
@@ -42,7 +42,7 @@ _SPECIAL = (
 
 
 def is_of_page(headers: dict[bytes, bytes]) -> bool:
-    """Whether a page in a browser may have sent it: browsers say so with one of two headers."""
+    """Whether a page in a browser may have sent the request: browsers add one of these two headers."""
     return b"origin" in headers or b"sec-fetch-site" in headers
 
 
@@ -63,7 +63,7 @@ class KnownHead(msgspec.Struct, frozen=True, gc=False):
     # The bytes of the head before and after the value of Content-Length; all of it, and b"", for one without.
     before: bytes
     after: bytes
-    # It asks for nothing special.
+    # The head asks for nothing special.
     is_plain: bool
     # Rule 4: the whole head, by the size of a request with it.
     whole: dict[int, bytes]

@@ -1,6 +1,6 @@
 """KServe V2 (Open Inference Protocol) for clients: health, metadata, `infer`. Triton's clients work unchanged.
 
-A call of n rows is n requests, which share batches with everybody else's; it is answered when all of them are, and
+A call of n rows is n requests, which share batches with other clients'; it is answered when all of them are, and
 counts as n. Errors are `{"error": text}`, as Triton's.
 """
 
@@ -69,7 +69,7 @@ class KServeV2Routes:
         router.mount(b"/v2", self.serve)
 
     def serve(self, exchange: Exchange) -> None:
-        """Serve one exchange. Whatever goes wrong is told in the protocol's form."""
+        """Serve one exchange. Every error is answered in the protocol's form."""
         try:
             self._serve(exchange)
         except MethodNotAllowed as error:
@@ -124,7 +124,7 @@ class KServeV2Routes:
             exchange.respond(503, b'{"error":"not ready"}')
 
     def _model(self, exchange: Exchange, name: bytes, version: str | None) -> tuple[Caller, ServedModel]:
-        """Who asks, and for which model; raises why not."""
+        """The caller and the model of an exchange; raises the refusal."""
         caller = self._intake.identify(exchange.headers, exchange.sink.peer)
         model = model_with_face(self._intake, decoded(name), INFER, caller)
         if version is not None:
@@ -143,7 +143,7 @@ class KServeV2Routes:
         if caller.limit is None:
             ask()
             return
-        # What cannot be read counts as one.
+        # A call that cannot be read counts as one row.
         cost = len(call.rows) if isinstance(call, V2Call) else 1
         entry = self._intake.enter_many(caller, cost)
         if entry is None:
@@ -175,7 +175,7 @@ class KServeV2Routes:
         )
         if not group.is_over:
             reply.group = exchange.context = group
-            if group.came_in:  # else it may be refused yet, and its caller may want that to be traced
+            if group.came_in:  # else it may still be refused, and that is traced with its headers
                 exchange.headers = headers_for_answer(headers)
 
 
@@ -230,7 +230,7 @@ class HttpReply(ExchangeWorker):
         respond_error(self._exchange, error, where)
 
     def client_left(self, exchange: Exchange) -> None:
-        """Nobody waits for its rows any more."""
+        """The client has left: cancel the requests of its rows."""
         self._end()
         if self.group is not None:
             self.group.leave()
@@ -271,7 +271,7 @@ class HttpReply(ExchangeWorker):
 
 
 def go_on(exchange: Exchange, ask: Callable[[], None], entry: LimitVerdict) -> None:
-    """It is known whether the client is within its limit."""
+    """The rate limit has let the call in, or refused it."""
     if exchange.has_left:
         return
     if isinstance(entry, CarpoolError):
@@ -287,7 +287,7 @@ def go_on(exchange: Exchange, ask: Callable[[], None], entry: LimitVerdict) -> N
 def respond_error(exchange: Exchange, error: CarpoolError, where: str = "") -> None:
     """Answer with an error, in the protocol's form."""
     exchange.sink.note_problem(exchange, error)
-    # One set of limits: those of a refusal are of a call that did not come in.
+    # One set of limit lines: the error's own, where it has some.
     limits = b"" if error.header_lines else exchange.limit_lines
     lines = echo_line(exchange.headers) + limits + problem_headers(error)
     exchange.respond(error.status, msgspec.json.encode({"error": where + error.detail}), JSON, lines)
@@ -296,7 +296,7 @@ def respond_error(exchange: Exchange, error: CarpoolError, where: str = "") -> N
 def read_call(exchange: Exchange, model: ServedModel) -> V2Call:
     """The call in a body; raises an error of the tree."""
     check_encoding(exchange.headers)
-    # Clients of this protocol say what they like of the type. Other sites' pages may not send these two unasked.
+    # Clients of this protocol send any Content-Type. Pages of other sites cannot send these two without a preflight.
     if is_of_page(exchange.headers) and media_type(exchange.headers.get(b"content-type", b"")) not in (JSON, OCTETS):
         raise UnsupportedMedia("send the header `Content-Type: application/json`")
     if len(exchange.body) > model.body_bytes_max:
@@ -313,7 +313,7 @@ def check_method(exchange: Exchange, method: bytes) -> None:
 
 
 def nothing_here() -> NotFound:
-    """What is told of other paths."""
+    """The error for other paths."""
     return NotFound("there is nothing at this path; GET /openapi.json lists what there is")
 
 

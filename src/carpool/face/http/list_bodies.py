@@ -25,12 +25,12 @@ ODD_IDS_BYTES_MAX = 256 * 1024
 
 _decode_fields = msgspec.json.Decoder(dict[str, Raw]).decode
 _decode_list = msgspec.json.Decoder(list[Raw]).decode
-# The same for a long text, of which no more is read than may be: a megabyte has 500,000 elements.
+# The same for a long text: decoding stops after INPUTS_MAX elements, of which a megabyte may have 500,000.
 _Elements = msgspec.defstruct(
     "_Elements", [(f"element_{n}", Raw, UNSET) for n in range(INPUTS_MAX)], array_like=True, forbid_unknown_fields=True
 )
 _decode_elements = msgspec.json.Decoder(_Elements).decode
-# Checked while they are read: a loop over a megabyte of them would hold up everybody.
+# Checked while they are decoded: a Python loop over a megabyte of ids would hold up all other requests.
 _decode_tokens = msgspec.json.Decoder(list[Annotated[int, Meta(ge=0, le=TOKEN_ID_MAX)]]).decode
 _decode_floats = msgspec.json.Decoder(list[Annotated[float, Meta(ge=0, le=TOKEN_ID_MAX)]]).decode
 # A text, or a list and how its first element begins.
@@ -114,8 +114,8 @@ def texts_of(value: Raw | None, field: str) -> list[bytes]:
 
 
 def are_ids(value: bytes) -> bool:
-    """Whether a JSON value is a list of whole numbers, of nine digits at most: as nearly all ids are, and told without
-    making an object of each, of which a megabyte has 500,000. False leaves it open.
+    """Whether a JSON value is a list of whole numbers, of nine digits at most: as nearly all ids are. It makes
+    no object of each, of which a megabyte has 500,000. False leaves it open.
     """
     shape = value.translate(_AS_ZEROS)
     return b"0" in shape and TEN_DIGITS not in shape and shape.translate(None, b"0, \t\r\n") == b"[]"
@@ -156,5 +156,5 @@ def vector(value: bytes) -> bytes:
 
 
 def not_a_vector() -> UpstreamProtocolFault:
-    """What is told where a model does not embed."""
+    """The error for an output that is no embedding."""
     return UpstreamProtocolFault("the model's output is no list of numbers; ask it at /v1/inference")

@@ -162,7 +162,7 @@ def list_paths(model: Json, model_name: Json) -> Json:
 
 
 def post(operation: str, summary: str, body: Json, answer: Json | None, error: Json = OPENAI_ERROR) -> Json:
-    """A path with a POST; without an answer it is an error always."""
+    """A path with a POST; without an `answer` it always answers with an error."""
     told = {} if answer is None else {"200": answer}
     return {
         "post": {

@@ -6,7 +6,7 @@
    next ones. A piece is a copy, and what it was made from is dropped: an answer is held once.
 3. What all calls hold of answers is bounded: beyond `bytes_max` a call ends with a 503.
 4. A long answer leaves in parts, as its client reads it.
-5. Whatever fails, any exception, ends its own call with an error in the face's own form.
+5. Any exception ends its own call alone, with an error in the face's own form.
 6. Most calls have one input: these go the short way of `/v1/inference`.
 """
 
@@ -53,7 +53,7 @@ class ListCall(msgspec.Struct, eq=False):
     values: Sequence[bytes]
     # What the face itself must remember of it.
     how: Any = None
-    # Tokens that it was given as ids; and those of which its upstream told.
+    # Token ids in the call; and the tokens that its upstream reported.
     given_tokens: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -153,7 +153,7 @@ class ListFace(ExchangeWorker):
     def _known(
         self, exchange: Exchange, caller: Caller, call: ListCall | CarpoolError, own_id: str, entry: LimitVerdict
     ) -> None:
-        """The budget that all gateways share has answered."""
+        """The rate limit that all gateways share has let the call in, or refused it."""
         if exchange.has_left:
             return
         try:
@@ -204,7 +204,7 @@ class ListFace(ExchangeWorker):
         call.values = ()  # the requests have them
         if not work.group.is_over:
             exchange.context = work.group
-            if work.group.came_in:  # else it may be refused yet, and its caller may want that to be traced
+            if work.group.came_in:  # else it may still be refused, and that is traced with its headers
                 exchange.headers = headers_for_answer(headers)
 
     def client_left(self, exchange: Exchange) -> None:
@@ -212,13 +212,13 @@ class ListFace(ExchangeWorker):
         self.intake.cancel(exchange.context)
 
     def refuse(self, exchange: Exchange, error: CarpoolError, own_id: str, number: int | None = None) -> None:
-        """Answer with an error; `number` is that of the input which it is of."""
+        """Answer with an error; `number` is that of the input that failed, None for the whole call."""
         if exchange.is_unfinished:
             exchange.break_off()
             return
         exchange.sink.note_problem(exchange, error)
         detail = error.detail if number is None else f"`{self.field}[{number}]`: {error.detail}"
-        # One set of them: those of a refusal are of a call that did not come in.
+        # One set of limit lines: the error's own, where it has some.
         lines = id_line(own_id) + self.limit_lines(error.header_lines or exchange.limit_lines) + self.advice(error)
         exchange.respond(error.status, self.error_body(error, detail), JSON, lines)
 
@@ -264,7 +264,7 @@ class Work(ExchangeWorker):
         # Of the answer; written from the front.
         self._parts: list[Any] = []
         self._written = 0
-        # Numbers of those that are outputs still, and the bytes that are held.
+        # Numbers of the outputs that are not pieces yet, and the bytes that are held.
         self._unmade: list[int] = []
         self._held = 0
         self._is_over = False
@@ -366,7 +366,7 @@ class Work(ExchangeWorker):
             raise QueueFull("too many large answers are on their way; ask for fewer at a time", retry_after_s=1)
 
     def client_left(self, exchange: Exchange) -> None:
-        """Nobody waits for its inputs any more."""
+        """The client has left: cancel its requests."""
         self._end()
         if self.group is not None:
             self.group.leave()

@@ -2,7 +2,7 @@
 
 1. An event is encoded once for all viewers.
 2. There are VIEWERS_MAX of them at most.
-3. To one that does not read nothing more is written; if that lasts, its connection is ended.
+3. A viewer that does not read misses events; after MISSED_MAX in a row its connection is ended.
 """
 
 from collections.abc import Callable
@@ -13,20 +13,20 @@ from carpool.face.http.problem import respond_problem
 from carpool.face.http.server_sent import EVENT_STREAM, HEADERS, event_of, retry_after
 
 VIEWERS_MAX = 64
-# Events that one may miss in a row because it does not read.
+# Events that a viewer may miss in a row because it does not read.
 MISSED_MAX = 5
 RETRY = retry_after(1)
 
 
 class Viewers(ExchangeWorker):
-    """Whoever looks."""
+    """The clients that watch the live page."""
 
     def __init__(self, changed: Callable[[], None], first: Callable[[], bytes]) -> None:
-        # With how many events in a row each has missed.
+        # How many events in a row each viewer has missed.
         self._missed: dict[Exchange, int] = {}
-        # Called when somebody came or went.
+        # Called when a viewer came or left.
         self._changed = changed
-        # What a newcomer is shown at once; b"" for nothing.
+        # The first event for a new viewer; b"" for none.
         self._first = first
 
     def __len__(self) -> int:
@@ -47,7 +47,7 @@ class Viewers(ExchangeWorker):
         exchange.write(RETRY + event_of(self._first()))
 
     def show(self, event: bytes) -> None:
-        """Send an event, which is JSON on one line, to everybody."""
+        """Send an event, which is JSON on one line, to every viewer."""
         part = event_of(event)
         for exchange, missed in list(self._missed.items()):
             if not exchange.is_told_to_wait:
@@ -59,6 +59,6 @@ class Viewers(ExchangeWorker):
                 exchange.break_off()
 
     def client_left(self, exchange: Exchange) -> None:
-        """One looks no more."""
+        """A viewer has left."""
         self._missed.pop(exchange, None)
         self._changed()

@@ -1,10 +1,10 @@
-"""OpenAI: `/v1/embeddings`, `/v1/completions`, `/v1/models`; and what is said at `/v1/chat/completions`.
+"""OpenAI: `/v1/embeddings`, `/v1/completions`, `/v1/models`; and the error at `/v1/chat/completions`.
 
-1. What a model does not see is not in its lane either: `user`, `encoding_format`, `stream` and the like stay here, so
-   that everybody rides together. All other fields are parameters.
+1. Fields that the model does not see, `user`, `encoding_format`, `stream` and the like, stay here and are not part of
+   the lane, so that they do not keep requests out of a common batch. All other fields are parameters.
 2. Embeddings as base64, which SDKs ask for, are made here of the numbers that came: 32-bit floats, little-endian.
 3. A completion with `stream` comes as one event when it is finished.
-4. `usage` is what the upstream told; the ids of tokens are counted; 0 where nobody knows.
+4. `usage` is what the upstream reports; else the number of token ids in the call, 0 for texts.
 """
 
 import re
@@ -76,11 +76,11 @@ class OpenAiFace(ListFace):
         return error_json(error, detail)
 
     def limit_lines(self, lines: bytes) -> bytes:
-        """Ours, and the same as OpenAI tells it."""
+        """Our lines of the rate limit, and the same in OpenAI's headers."""
         return lines and openai_limit_lines(lines)
 
     def advice(self, error: CarpoolError) -> bytes:
-        """SDKs try again by the status alone, unless they are told."""
+        """With `X-Should-Retry`: without it SDKs decide by the status alone."""
         return error_lines(error)
 
 
@@ -160,7 +160,7 @@ class CompletionsFace(OpenAiFace):
             raise not_a_text()
         call.prompt_tokens += usage.prompt_tokens
         call.completion_tokens += usage.completion_tokens
-        # Its own number: a model that tells one knows nothing of this call.
+        # The number of the prompt: an `index` of the model knows nothing of this call.
         return _quoted({"logprobs": None, "finish_reason": "stop", **choice, "index": number})
 
     def ends(self, call: ListCall, own_id: str) -> tuple[bytes, bytes, bytes]:
@@ -269,7 +269,7 @@ def flag_of(fields: dict[str, Raw], name: str) -> bool:
 
 
 def count_tokens(values: Sequence[bytes]) -> int:
-    """Of those that are token ids, how many."""
+    """How many token ids the inputs have; texts count nothing."""
     return sum(value.count(b",") + 1 for value in values if value[0] != QUOTE)
 
 
@@ -285,7 +285,7 @@ def as_base64(value: bytes) -> bytes:
 
 
 def not_a_text() -> UpstreamProtocolFault:
-    """What is told where a model does not complete."""
+    """The error for an output that is no text."""
     return UpstreamProtocolFault("the model's output is no text; ask it at /v1/inference")
 
 
@@ -303,7 +303,7 @@ def error_lines(error: CarpoolError) -> bytes:
 
 @lru_cache(LINES_KEPT)
 def openai_limit_lines(lines: bytes) -> bytes:
-    """What is told of a rate limit, and the same in OpenAI's words."""
+    """The lines of a rate limit, and the same in OpenAI's headers."""
     found = _RATE.search(lines)
     if found is None:
         return lines

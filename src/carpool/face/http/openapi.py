@@ -70,7 +70,7 @@ def gateway_openapi(
 ) -> bytes:
     """The description of the port for clients. `tensor_models`: those that are served at `/v2` too.
 
-    Without `names_models` no model is named: anybody may read this, and a credential may be for some of them only.
+    Without `names_models` no model is named: reading this needs no credential, and a credential may be for some only.
     """
     model_name: Json = {"type": "string", "enum": models} if names_models else {"type": "string"}
     or_default: Json = {"enum": [*models, None], "default": default_model} if names_models else MODEL_OR_DEFAULT

@@ -101,7 +101,7 @@ def v2_paths(models: Sequence[str], ref: Any, titles: Any, *, names_models: bool
         return {"description": description, "content": {"application/json": {"schema": ref(kind)}}}
 
     def errors(*statuses: int) -> Json:
-        # What is refused before it is known what it is for is told as everywhere else.
+        # Errors before the path is known are problem objects, as everywhere else.
         content = {"application/json": {"schema": ref(V2Error)}, "application/problem+json": {"schema": ref(Problem)}}
         return {str(status): {"description": titles(status), "content": content} for status in statuses}
 

@@ -1,4 +1,4 @@
-"""The files of the live page. They are the same for everybody, and nothing of a process is in them."""
+"""The files of the live page. They are the same for every client, and hold no data of a process."""
 
 import gzip
 from functools import cache
@@ -6,7 +6,7 @@ from importlib.resources import files
 
 from carpool.face.http.exchange import Exchange
 
-# Scripts, styles and data of this very address, and nothing else; nobody may put the page into a frame.
+# The page loads scripts, styles and data from its own address only; no site may put it into a frame.
 SAFETY = (
     b"Content-Security-Policy: default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
     b"connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'\r\n"

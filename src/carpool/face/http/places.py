@@ -1,4 +1,4 @@
-"""How many may stay open at once: in this process, and of each owner. Pure."""
+"""How many streams may be open at once: in this process, and of each owner. Pure."""
 
 from collections import Counter
 
@@ -6,7 +6,7 @@ from carpool.core.errors import CarpoolError, QueueFull, RateLimited
 
 
 class Places:
-    """Counts those who stay. An owner who has none is not remembered."""
+    """Counts open streams. An owner without one is not remembered."""
 
     def __init__(self, what: str, most: int, owner_most: int) -> None:
         # What there are places for, in a text for clients: "streams".
@@ -27,7 +27,7 @@ class Places:
         return None
 
     def give_back(self, owner: str) -> None:
-        """One of this owner's is over."""
+        """A stream of this owner has ended."""
         self.taken -= 1
         self._by_owner[owner] -= 1
         if not self._by_owner[owner]:

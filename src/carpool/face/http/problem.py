@@ -17,7 +17,7 @@ def problem_headers(error: CarpoolError) -> bytes:
 
 
 def advice_lines(error: CarpoolError) -> bytes:
-    """Of these, those that say what to do."""
+    """The header lines of an error that tell the client what to do."""
     lines = b""
     if error.retry_after_s is not None:
         lines += b"Retry-After: %d\r\n" % error.retry_after_s
@@ -29,7 +29,7 @@ def advice_lines(error: CarpoolError) -> bytes:
 
 
 def respond_problem(exchange: Exchange, error: CarpoolError, known_id: str | None = None) -> None:
-    """Answer an exchange with an error; one that never became a Request gets an id all the same."""
+    """Answer an exchange with an error; a call that never became a Request gets an id too."""
     headers = exchange.headers
     exchange.sink.note_problem(exchange, error)
     body = problem_json(error, known_id or request_id(headers))
@@ -37,7 +37,7 @@ def respond_problem(exchange: Exchange, error: CarpoolError, known_id: str | Non
 
 
 class ReadyProblem(NamedTuple):
-    """The answer to everybody who is told the same error: all but the id, and the lines that belong to the client."""
+    """The answer to all clients that get the same error, without the id and the lines of a single client."""
 
     # How many bytes an id must have: the length of the body counts it.
     id_bytes: int
@@ -50,7 +50,7 @@ class ReadyProblem(NamedTuple):
 
 def ready_problem(head: bytes, error: CarpoolError, id_bytes: int) -> ReadyProblem:
     """Write what all these answers have in common; `head` is that of their status."""
-    # In a text of the object this could not stand: its quotes would be escaped.
+    # `_ID` cannot occur inside a text of the object: its quotes would be escaped.
     before, name, after = problem_json(error, "").partition(_ID)
     length = len(before) + len(name) + id_bytes + len(after)
     lines = b"%bContent-Length: %d\r\n\r\n" % (problem_headers(error), length)

@@ -12,20 +12,20 @@ QUERY_FIELDS_MAX = 16
 
 
 class Router:
-    """Routes by exact path, or by one of which the last or last but one segment is handed to the route.
+    """Routes by exact path, or by a pattern in which `*` is the last segment or the last but one; the route gets it.
 
-    Of the last one it may be what is before a colon and a verb.
+    Of the last segment it may be the part before a colon and a verb.
     """
 
     def __init__(self) -> None:
         # By path, then method: whole paths, and those with a `*` in place of the segment that may be any.
         self._routes: dict[bytes, dict[bytes, Route]] = {}
         self._patterns: dict[bytes, dict[bytes, Route]] = {}
-        # By the first segment of a path: who serves all that begins so.
+        # By the first segment: the function that serves all paths that begin with it.
         self._mounts: dict[bytes, Callable[[Exchange], None]] = {}
 
     def mount(self, start: bytes, serve: Callable[[Exchange], None]) -> None:
-        """Have all paths that begin with this segment served by somebody else."""
+        """Give all exchanges whose path begins with this segment to `serve`."""
         self._mounts[start] = serve
 
     def add(self, method: bytes, path: bytes, route: Route) -> None:

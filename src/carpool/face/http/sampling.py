@@ -1,7 +1,7 @@
-"""Times a request now and then until it is queued. The others pay nothing for that, not even a test.
+"""Times a request now and then until it is queued. The other requests pay nothing for that, not even a test.
 
-1. When it is due, this stands in the place of the routes for the next request, and steps back. So about as many are
-   timed in a second whatever comes.
+1. Every SAMPLE_S the sampler takes the place of the routes until it has timed a request, then steps back. So about
+   as many are timed in a second at any load.
 2. A request may have to wait before it is let in, until its owner's rate limit is known: then it is given to the routes
    once more, and timed until then.
 3. Only what asks for something (POST) is timed; a task is not: it waits for its disk, or for Redis, which have numbers
@@ -15,7 +15,7 @@ from carpool.face.http.state import HttpState
 from carpool.face.intake import RequestGroup
 
 SAMPLE_S = 0.05
-# One that waits longer to be let in is given up; rate limits are known sooner, or not at all.
+# A sample that waits longer to be let in is given up; rate limits are known sooner, or not at all.
 FOLLOWED_S_MAX = 2.0
 
 

@@ -26,20 +26,20 @@ SWEEP_PARTS = 5
 NEW_S = 0.25
 BACKLOG = 4096
 # The event loop accepts one connection from a socket in a turn. At full load a turn takes ten milliseconds: a thousand
-# newcomers would wait for seconds, and be read by nobody. So it is given the same socket `accepted_a_turn` times. Where
-# processes share it, all of them are woken for each newcomer: less often there.
+# new connections would wait for seconds unread. So it is given the same socket `accepted_a_turn` times. Where processes
+# share it, each connection wakes all of them: there SHARED_LISTENERS times at most.
 SHARED_LISTENERS = 4
 # Connections with TLS that are accepted in one turn of the event loop; and the pause when no file is left for one.
 ACCEPTED_AT_ONCE = 64
 NO_FILES_PAUSE_S = 0.1
 _NO_FILES = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM))
-# At the end of listening, who has not agreed upon TLS yet has so long.
+# At the end of listening, TLS handshakes under way have so long.
 LAST_HANDSHAKES_S = 1.0
-# The event loop would cut off so long after the last answer whoever still reads it. That is for the sweep to judge.
+# So long that the event loop never cuts off a client that still reads the last answer: the sweep decides that.
 TLS_SHUTDOWN_S = 86400.0
-# Of an answer that waits for it a client must read so much in `write_timeout_s`.
+# A client with an unread answer must read so much of it in `write_timeout_s`.
 READ_BYTES_MIN = 4096
-# With TLS, whether all was read is looked at each time that so much more was sent.
+# With TLS, the sweep asks the kernel what is unread after each so many bytes sent.
 HIDDEN_BYTES_MIN = 64 * 1024
 # What is needed of the kernel's struct tcp_info: segments not acknowledged, bytes acknowledged, bytes not sent yet.
 _TCP_INFO = struct.Struct("24x I 92x Q 16x I")
@@ -64,13 +64,13 @@ class HttpServer:
         self.state = HttpState(handler, limits, clock)
         self._servers: list[asyncio.Server] = []
         self._tls: ssl.SSLContext | None = None
-        # Duplicates of the listening sockets: with TLS it is they that accept, and without they still do when the
-        # server's own are closed.
+        # Duplicates of the listening sockets: with TLS these accept; without, they accept the last connections when
+        # the server's own are closed.
         self._listeners: list[socket.socket] = []
         self._accept_timers: dict[socket.socket, asyncio.TimerHandle] = {}
         # Whether other processes go on with these sockets when this one closes them.
         self._is_shared = False
-        # Connections on their way from there.
+        # Connections accepted from these, until their protocol is set up.
         self._accepted: set[asyncio.Task[object]] = set()
         self._to_sweep: list[Connection] = []
         self._swept_at_once = 0
@@ -86,11 +86,11 @@ class HttpServer:
     async def start(
         self, host: str, port: int, tls: ssl.SSLContext | None = None, listening: socket.socket | None = None
     ) -> int:
-        """Listen, on a socket that others share if one is given; returns the port, which matters if 0 was asked for."""
+        """Listen, on a socket shared with other processes if one is given; returns the port, for a `port` of 0."""
         loop = asyncio.get_running_loop()
         self.state.error_pace = ErrorPace()
         where: dict[str, Any] = {"host": host, "port": port} if listening is None else {"sock": listening}
-        # With TLS we accept by ourselves: who has not agreed upon it yet must count, but asyncio does not tell of it.
+        # With TLS we accept by ourselves: connections in their handshake must count, but asyncio does not show them.
         make = partial(Connection, self.state)
         self._servers = [await loop.create_server(make, **where, backlog=BACKLOG, start_serving=tls is None)]
         self._tls = tls
@@ -113,9 +113,9 @@ class HttpServer:
         return bound
 
     def change_certificate(self, tls: ssl.SSLContext) -> None:
-        """Let new connections have this one, if there is TLS at all.
+        """Use this certificate for new connections, if there is TLS at all.
 
-        Not the next one in the same context: that keeps one for each type of key, and clients may choose the old one.
+        A new context: one context keeps a certificate for each type of key, and clients might choose the old one.
         """
         if self._tls is not None:
             self._tls = tls
@@ -125,7 +125,7 @@ class HttpServer:
         return len(self.connections)
 
     def drain(self) -> None:
-        """Say `Connection: close` with every answer from now on."""
+        """From now on the last answer of each connection says `Connection: close`."""
         self.state.draining = True
 
     def stop_listening(self) -> None:
@@ -150,14 +150,14 @@ class HttpServer:
         asyncio.get_running_loop().add_reader(listener, self._accept, listener, ACCEPTED_AT_ONCE)
 
     def _accept(self, listener: socket.socket, most: int) -> None:
-        """Take connections that the kernel has accepted; without a place for it one is closed at once."""
+        """Take connections that the kernel has accepted; those beyond `connections_max` are closed at once."""
         loop = asyncio.get_running_loop()
         for _ in range(most):
             try:
                 accepted, _ = listener.accept()
             except OSError as failure:
                 if failure.errno in _NO_FILES:
-                    # It would be told of again and again. Those who wait stay with the kernel.
+                    # The loop would call this again and again. The connections wait in the kernel.
                     loop.remove_reader(listener)
                     self._accept_timers[listener] = loop.call_later(NO_FILES_PAUSE_S, self._accept_from, listener)
                 return
@@ -165,7 +165,7 @@ class HttpServer:
 
     def _begin(self, accepted: socket.socket) -> None:
         if self._tls is not None and not self.state.has_place():
-            accepted.close()  # to say why would take a handshake
+            accepted.close()  # an error would take a handshake first
             return
         self.state.handshakes += 1
         adopt = asyncio.get_running_loop().create_task(self._adopt(accepted))
@@ -214,18 +214,18 @@ class HttpServer:
     def tick(self) -> None:
         """What a timer does: look at the clock, and sweep some of the connections."""
         if self.state.tick() > STOOD_STILL_S:
-            return  # what clients sent and read meanwhile is seen first
+            return  # this process stood still: first see what clients sent and read meanwhile
         if not self._to_sweep:
             self._to_sweep = list(self.connections)
-            # Fixed for the round: if it fell with the connections, those at the end of the list would wait.
+            # Fixed for the round: if it fell with the number of connections, those at the end of the list would wait.
             self._swept_at_once = len(self._to_sweep) // SWEEP_PARTS + 1
             self.state.unread_bytes, self._unread_seen = self._unread_seen, 0
             self._round_began = self.state.coarse_now
         part, self._to_sweep = self._to_sweep[: self._swept_at_once], self._to_sweep[self._swept_at_once :]
         is_tls, began = self._tls is not None, self._round_began
         for connection in part:
-            # One that waits for us, or was answered just now, is not too slow. At full load these are nearly all, and a
-            # closer look at each would be 2 % of all work. With TLS more may be unread than is seen from here.
+            # A client that waits for us, or was answered just now, is not too slow. At full load these are nearly all,
+            # and a closer look at each would be 2 % of all work. With TLS more may be unread than is seen from here.
             is_lively = connection.pending or connection.idle_since > began
             is_watched = connection.receiving_since or connection.reading_paused or connection.linger_until
             if is_tls or is_watched or connection.kept_bytes or not is_lively:
@@ -239,7 +239,7 @@ class HttpServer:
         limits = self.state.limits
         # A sweep comes every quarter second: act before the limit rather than after it.
         now = self.state.coarse_now + TICK_S * SWEEP_PARTS
-        # All that is left to do for it is to see that its client gets the last answer.
+        # Only the client's reading of the last answer is left to wait for.
         is_ending = connection.linger_until > 0.0 or transport.is_closing()
         waiting = connection.waiting_bytes(transport)
         if is_ending or (self._tls is not None and connection.bytes_out - connection.read_then >= HIDDEN_BYTES_MIN):
@@ -247,7 +247,7 @@ class HttpServer:
         held = waiting + connection.kept_bytes
         if connection.writing_paused or held >= UNREAD_BYTES_MIN:
             if self.state.unread_bytes > limits.unread_bytes_max and held >= UNREAD_BYTES_MIN:
-                self.state.unread_bytes -= held  # the others may stay if that is enough
+                self.state.unread_bytes -= held  # other clients may stay if that is enough
                 transport.abort()
                 return
             self._unread_seen += held
@@ -302,7 +302,7 @@ def drop_newcomers(listener: socket.socket) -> None:
 def close_after_the_last(listener: socket.socket) -> list[socket.socket]:
     """Close a listening socket, and return what the kernel has accepted since the last turn of the event loop.
 
-    The kernel resets whoever connects between the last of them and the close: `drop_newcomers` first.
+    The kernel resets clients that connect between the last accept and the close: call `drop_newcomers` first.
     """
     accepted: list[socket.socket] = []
     accept, close, add = listener.accept, listener.close, accepted.append
@@ -316,7 +316,7 @@ def close_after_the_last(listener: socket.socket) -> list[socket.socket]:
 
 
 def hidden_bytes(connection: Connection, transport: asyncio.Transport) -> int:
-    """What a client has not read, about, with what the kernel holds, and the transport below that of TLS, in secret."""
+    """About how much a client has not read, with what the kernel and the transport below TLS hold unseen."""
     progress = tcp_progress(transport)
     if progress is None:
         return 0
@@ -330,7 +330,7 @@ def hidden_bytes(connection: Connection, transport: asyncio.Transport) -> int:
 
 
 def tcp_progress(transport: asyncio.Transport) -> tuple[int, bool] | None:
-    """Bytes that the other end has acknowledged so far, and whether the kernel has no others; None if it is silent."""
+    """Bytes that the other end has acknowledged so far, and whether the kernel holds no others; None if unknown."""
     connected = transport.get_extra_info("socket")
     if connected is None:
         return None

@@ -2,7 +2,7 @@
 
 EVENT_STREAM = b"text/event-stream"
 HEADERS = b"Cache-Control: no-store\r\nX-Content-Type-Options: nosniff\r\nX-Accel-Buffering: no\r\n"
-# A comment: it keeps proxies from taking the connection for dead, and shows whether somebody is still there.
+# A comment: it keeps proxies from taking the connection for dead, and shows whether the client is still there.
 HEARTBEAT = b":\n\n"
 
 
@@ -18,5 +18,5 @@ def event_of(data: bytes, name: bytes = b"", event_id: bytes = b"") -> bytes:
 
 
 def retry_after(seconds: float) -> bytes:
-    """What a browser waits before it connects again."""
+    """The line that sets how long a browser waits before it connects again."""
     return b"retry: %d\n\n" % round(seconds * 1000)

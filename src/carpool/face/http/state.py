@@ -36,7 +36,7 @@ class HttpLimits(msgspec.Struct, frozen=True):
     write_timeout_s: float = 10.0
     pipeline_max: int = 32
     connections_max: int = 10_000
-    # Newcomers that are taken in in a turn of the event loop, about: so many files are needed for it (server.py).
+    # New connections accepted in a turn of the event loop, about; the listener needs so many files for it (server.py).
     accepted_a_turn: int = 1
 
 
@@ -44,7 +44,7 @@ class HttpState:
     """Shared by a server and its connections. `handler` must answer every exchange, now or later."""
 
     def __init__(self, handler: Callable[[Exchange], None], limits: HttpLimits, clock: Clock = monotonic) -> None:
-        # Whatever answers the next exchange; see `handle_with`.
+        # The function that answers the next exchange; see `handle_with`.
         self.handler = handler
         self.limits = limits
         self.clock = clock
@@ -54,7 +54,7 @@ class HttpState:
         self._heads: dict[tuple[int, bytes], bytes] = {}
         self.start_ok = self.head_ok = b""
         self._date_usual_heads()
-        # The same for errors that many are told. By the error itself: nobody raises those, so they hold nothing.
+        # The same for errors that many clients get. By the error object: it is never raised, so holds no frames.
         self.ready_problems: dict[CarpoolError, ReadyProblem] = {}
         # With a long body a request does not go the short way.
         self.known_heads = KnownHeads(min(limits.body_bytes_max, LONG_BODY_BYTES))
@@ -69,19 +69,19 @@ class HttpState:
         self.unread_bytes = 0
         # Answers that were errors, by code, for metrics.
         self.problems: dict[str, int] = {}
-        # Who takes a connection over, by path and `Upgrade` in lower case: it answers, and says who is told what comes.
+        # Upgrade handlers, by path and `Upgrade` in lower case: each answers, and returns who gets the bytes.
         self.upgrades: dict[tuple[bytes, bytes], Callable[[Exchange], Callable[[bytes], None] | None]] = {}
-        # Header lines for whoever sent these headers, also with what is refused before it comes to the handler.
+        # Header lines for the answer to a request with these headers, also if it is refused before the handler sees it.
         self.extra_lines: Callable[[dict[bytes, bytes]], bytes] | None = None
-        # Is told of refusals; None where nothing is traced.
+        # Traces refusals; None where nothing is traced.
         self.traces: RequestTraces | None = None
         # None where no event loop runs.
         self.error_pace: ErrorPace | None = None
-        # While true, every response asks its client to go.
+        # While true, the last response of each connection says `Connection: close`.
         self.draining = False
 
     def handle_with(self, handler: Callable[[Exchange], None]) -> None:
-        """Give exchanges to this one from now on: what looks at one now and then costs the others nothing."""
+        """Give exchanges to this handler from now on: a sampler in its place costs the other requests nothing."""
         self.handler = handler
 
     def has_place(self) -> bool:
@@ -103,14 +103,14 @@ class HttpState:
         self.head_ok = self.start_ok + b"Content-Length: %d\r\n\r\n"
 
     def make_ready(self, error: CarpoolError, id_bytes: int) -> ReadyProblem:
-        """Keep the answer to an error ready, for the others who are told it; ids have so many bytes."""
+        """Keep the answer for an error ready, for other clients that get it; ids have so many bytes."""
         if len(self.ready_problems) >= READY_MAX:
             self.ready_problems.clear()
         ready = self.ready_problems[error] = ready_problem(self.head(error.status, PROBLEM), error, id_bytes)
         return ready
 
     def tick(self) -> float:
-        """Move the coarse clock on, by so many seconds; with a new second, responses get a new date."""
+        """Move the coarse clock on; returns by how many seconds. With a new second, responses get a new date."""
         now, before = self.clock(), self.coarse_now
         if int(now) != int(before):
             self._heads.clear()

@@ -2,22 +2,22 @@
 
 Rules, each with a test:
 
-1. A message has one request or several (`stream_messages.py`). They may be answered in any order; what has its outcome
-   in one turn of the event loop leaves in one message, of MESSAGE_BYTES bytes about.
-2. Whatever happens to one request is told to it alone, a defect too: its `error` is a problem object.
-3. The credential is shown once, with the upgrade or by a ticket. It counts for each request, and is looked at once a
-   second: when it is revoked or over the stream ends (3000), and so do the requests that it has in flight.
+1. A message has one request or several (`stream_messages.py`). They may be answered in any order; the outcomes of one
+   turn of the event loop leave in one message, of MESSAGE_BYTES bytes about.
+2. An error of one request, a defect too, is the answer to that request alone: a problem object in `error`.
+3. The credential is shown once, with the upgrade or by a ticket. It counts for each request, and is checked once a
+   second: when it is revoked or expired, the stream ends (3000), and so do the requests that it has in flight.
 4. Rate limits, permits and shedding are those of `/v1/inference`, for each request.
-5. A client that leaves takes all its requests with it.
+5. When a client leaves, all its requests are cancelled.
 6. A client that does not read gets no new work done: nothing is read from it, and the connection's own rules cut it
-   off. So much work is done for one stream in a turn of the event loop, and for all of them together; what else it sent
-   waits for a later one, and nothing more is read from it until then.
+   off. The work for one stream, and for all together, in a turn of the event loop is bounded; what else the client sent
+   waits for a later turn, and nothing more is read from it until then.
 7. Limits: bytes of a message (1009) and its fragments (1008), the time that it may take to come (3008), requests in
    flight (a 429 each), streams of this process (503) and of an owner (429). Compression is not offered.
-8. Pings are answered. Who is silent is sent one, and is cut off if it stays so; who asks for nothing for
-   `idle_timeout_s` is sent away (3008).
-9. A page of another origin is refused (403) unless `gateway.cors_origins` has it. Whoever sends no `Origin` is no
-   browser.
+8. Pings are answered. A client that is silent for PING_S gets a ping, and is cut off after SILENT_S; a stream that
+   asks for nothing for `idle_timeout_s` ends (3008).
+9. A page of another origin is refused (403) unless `gateway.cors_origins` has it. A client without `Origin` is
+   no browser.
 10. At a drain nothing new is begun; when its last answer has left, the stream ends (1012) and says when to come back.
 """
 
@@ -55,7 +55,7 @@ from carpool.face.intake import Intake, new_request_id
 
 logger = logging.getLogger("carpool.http")
 
-# Who is silent for so long is sent a ping; and is gone if it stays silent.
+# A client that is silent for so long gets a ping; and is cut off after so long.
 PING_S = 20.0
 SILENT_S = 60.0
 # When to come back after a drain.
@@ -71,7 +71,7 @@ FRAGMENTS_MAX = 1024
 INVALID_TEXT, POLICY, DEFECT, RESTART, TRY_LATER, UNAUTHORIZED, TIMEOUT = 1007, 1008, 1011, 1012, 1013, 3000, 3008
 
 _NO_HEADERS: dict[bytes, bytes] = {}
-# What the frames hold is nobody's business: the library writes them to its log at debug level.
+# Frames hold clients' data, and the library writes them to its log at debug level: this logger is off.
 _silent = logging.getLogger("carpool.frames")
 _silent.disabled = True
 
@@ -85,7 +85,7 @@ class StreamLimits(msgspec.Struct, frozen=True):
 
 
 class Home(Waiter, Protocol):
-    """Where a stream belongs: what it has in common with the others."""
+    """What all streams of a process share."""
 
     intake: Intake
     state: HttpState
@@ -94,16 +94,16 @@ class Home(Waiter, Protocol):
     # None where nothing is traced.
     traces: RequestTraces | None
     is_draining: bool
-    # In which all streams work.
+    # The turns in which all streams work.
     turns: SharedTurns
 
     def closed(self, stream: "WebSocketStream") -> None:
-        """One of them is over."""
+        """A stream has ended."""
         ...
 
 
 class WebSocketStream(ExchangeWorker):
-    """One of them."""
+    """One stream."""
 
     __slots__ = (
         "_asked",
@@ -145,7 +145,7 @@ class WebSocketStream(ExchangeWorker):
         self._partial_since = 0.0
         # Answers that leave with this turn, each with its bytes.
         self._out: list[tuple[int, Pieces]] = []
-        # It waits for a turn to work.
+        # The stream waits for a turn to work.
         self._is_due = False
         self._is_behind = False
         self._is_over = False
@@ -156,7 +156,7 @@ class WebSocketStream(ExchangeWorker):
     # What comes.
 
     def received(self, data: bytes) -> None:
-        """Something came."""
+        """Take bytes from the client."""
         self._heard = self._streams.clock()
         self._unparsed.append(data)
         if not self._is_due and not self._is_behind:
@@ -184,7 +184,7 @@ class WebSocketStream(ExchangeWorker):
                     steps -= self._parse(self._unparsed.popleft())
                 else:
                     self._exchange.sink.pump()
-                    self.end_if_drained()  # what came before the drain may have been nothing to answer
+                    self.end_if_drained()  # what came before the drain may have asked for no answer
                     return
         except Exception:
             logger.exception("a stream failed on what its client sent")
@@ -235,7 +235,7 @@ class WebSocketStream(ExchangeWorker):
         self._calls.extend(decode_message(message))
 
     def _count_partial(self, is_one_whole: bool) -> None:
-        """What came of a message that is not whole counts among the bodies that are partly received."""
+        """Count the bytes of an incomplete message among the partly received bodies."""
         state = self._streams.state
         held = 0 if self._is_over else len(self._protocol.reader.buffer) + len(self._message)
         state.receiving_bytes += held - self._partial_bytes
@@ -252,13 +252,13 @@ class WebSocketStream(ExchangeWorker):
     def _begin(self, call: StreamCall | BadCall) -> None:
         """One request: let it in, or say why not."""
         if isinstance(call, BadCall):
-            # Its id may be that of another one, which must not be forgotten for it.
+            # Its id may be that of another request in flight, which must not be forgotten for it.
             self.refuse(None if call.id in self._asked else call.id, call.error)
             return
         own_id, streams = call.id, self._streams
         self._used = self._heard
         if own_id in self._asked:
-            # The first of them will be answered by that id: this one cannot be.
+            # The request in flight will be answered by that id: this one cannot be.
             self.refuse(None, Malformed("the `id` of a request is that of another one in flight; choose a new one"))
             return
         most = streams.limits.requests_max
@@ -271,13 +271,13 @@ class WebSocketStream(ExchangeWorker):
             self._enter(call)
 
     def _enter(self, call: StreamCall) -> None:
-        """Who asks, and how often."""
+        """Identify the caller, and check its rate limit."""
         try:
             caller = self._streams.intake.identify(self._shown, self._exchange.sink.peer)
         except Unauthorized:
             self._end_unauthorized()
             return
-        except CarpoolError as error:  # nobody can say right now
+        except CarpoolError as error:  # the credential cannot be checked right now
             self.refuse(call.id, error)
             return
         entry: LimitVerdict | None = b"" if caller.limit is None else self._streams.intake.enter(caller)
@@ -288,7 +288,7 @@ class WebSocketStream(ExchangeWorker):
             self._go_on(call, caller, entry)
 
     def _go_on(self, call: StreamCall, caller: Caller, entry: LimitVerdict) -> None:
-        """It is known whether the client is within its limit."""
+        """The rate limit has let the request in, or refused it."""
         if self._is_over:
             return
         own_id = call.id
@@ -325,7 +325,7 @@ class WebSocketStream(ExchangeWorker):
         """Let an answer leave with this turn."""
         if self._is_over:
             return
-        # Here, where a defect is that of one answer, and not where they are put together.
+        # Measured here, where a defect harms one answer, and not where answers are joined.
         size = len(pieces[0]) + memoryview(pieces[1]).nbytes + len(pieces[2])
         self.forget(own_id)
         if not self._out:
@@ -340,7 +340,7 @@ class WebSocketStream(ExchangeWorker):
         self.answer(own_id, error_pieces(own_id, error, request_id or new_request_id()))
 
     def forget(self, own_id: str | int | None) -> None:
-        """Nobody waits for the request with this id any more."""
+        """The request with this id is answered, or was cancelled."""
         if own_id is not None:
             self._asked.pop(own_id, None)
 
@@ -385,7 +385,7 @@ class WebSocketStream(ExchangeWorker):
     # The end.
 
     def look(self, now: float) -> None:
-        """See whether its client is still there, and may be (rules 3, 7, 8)."""
+        """Check that the client is still there, and its credential still valid (rules 3, 7, 8)."""
         limits, streams = self._streams.limits, self._streams
         if self._is_over:
             return
@@ -394,7 +394,7 @@ class WebSocketStream(ExchangeWorker):
         except Unauthorized:
             self._end_unauthorized()
         except CarpoolError:
-            pass  # nobody can say right now
+            pass  # the credential cannot be checked right now
         if self._is_over or self._is_behind:
             return  # it is we who do not read
         silent_s = now - self._heard
@@ -410,12 +410,12 @@ class WebSocketStream(ExchangeWorker):
             self._send()
 
     def end_if_drained(self) -> None:
-        """End it if this process leaves and it has all its answers (rule 10)."""
+        """End the stream if this process drains and all answers have left (rule 10)."""
         if self._streams.is_draining and not (self._asked or self._out or self._calls or self._unparsed):
             self.close(RESTART, f"retry_after_s={COME_BACK_S}")
 
     def close(self, code: int, reason: str) -> None:
-        """End it, and say why."""
+        """End the stream with a close frame."""
         if not self._is_over and self._protocol.state is OPEN:
             self._protocol.send_close(code, reason)
             self._send()
@@ -428,7 +428,7 @@ class WebSocketStream(ExchangeWorker):
         self._end()
 
     def _end(self) -> None:
-        """Nobody waits for anything any more (rule 5)."""
+        """The stream is over: drop what waits, and cancel its requests (rule 5)."""
         if self._is_over:
             return
         self._is_over = True

@@ -31,7 +31,7 @@ class StreamCall(msgspec.Struct, forbid_unknown_fields=True, gc=False):
 
 
 class BadCall(NamedTuple):
-    """What could not be understood; without an id where it had none that could be."""
+    """A request that could not be understood; `id` is None where it had no usable one."""
 
     id: str | int | None
     error: CarpoolError
@@ -41,7 +41,7 @@ class _Named(msgspec.Struct):
     id: OwnId | None = None
 
 
-# A list of up to so many, of which the next one is not read: a long list of zeros would take a tenth of a second.
+# A list of up to REQUESTS_MAX; decoding stops at the next element: a long list of zeros would take a tenth of a second.
 _Parts = msgspec.defstruct(
     "_Parts", [(f"part_{n}", Raw, UNSET) for n in range(REQUESTS_MAX)], array_like=True, forbid_unknown_fields=True
 )
@@ -66,7 +66,7 @@ def decode_message(message: bytes) -> list[StreamCall | BadCall]:
 
 
 def _one_by_one(message: bytes) -> list[StreamCall | BadCall]:
-    """The same for a message with a fault in it: whoever has none does not suffer."""
+    """The same for a message with a fault in it: its valid requests are still served."""
     if message.lstrip()[:1] != b"[":
         return [_decode_one(Raw(message))]
     try:

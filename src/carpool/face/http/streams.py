@@ -1,4 +1,4 @@
-"""The streams of a process: the upgrade, and what is looked after for all of them. `stream.py` has the rules."""
+"""The streams of a process: their upgrade, and the checks on all of them. `stream.py` has the rules."""
 
 import logging
 import re
@@ -27,7 +27,7 @@ from carpool.face.intake import Intake
 logger = logging.getLogger("carpool.http")
 
 PATH = b"/v1/stream"
-# How often each stream is looked at; and in how many parts all of them.
+# Each stream is checked once in LOOK_S; the streams of a process in so many parts.
 LOOK_S = 1.0
 LOOK_PARTS = 10
 _key = re.compile(rb"[A-Za-z0-9+/]{22}==\Z").match
@@ -35,7 +35,7 @@ _ACCEPTED = b"Upgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Accept:
 
 
 class WebSocketStreams:
-    """Those that are open; opens them, looks after them, and gives outcomes to the right one."""
+    """Opens streams, checks those that are open, and gives outcomes to the right one."""
 
     def __init__(
         self,
@@ -75,12 +75,12 @@ class WebSocketStreams:
         exchange.respond(200, body, headers=b"Cache-Control: no-store\r\n")
 
     def no_upgrade(self, exchange: Exchange, _: str) -> None:
-        """`GET /v1/stream` by whoever does not ask for a WebSocket, or not as one should."""
+        """`GET /v1/stream` by a client that does not ask for a WebSocket, or asks wrongly."""
         alone = "this path is a WebSocket: ask for an upgrade, with no other request before it on its connection"
         raise UpgradeRequired(alone, header_lines=b"Upgrade: websocket\r\n")
 
     def open(self, exchange: Exchange) -> Callable[[bytes], None] | None:
-        """The upgrade: open a stream, or say why not. Returns who is told what comes."""
+        """The upgrade: open a stream, or answer why not. Returns the function for received bytes, or None."""
         try:
             accept = self._check(exchange)
             shown = self._shown(exchange)
@@ -97,7 +97,7 @@ class WebSocketStreams:
         return stream.received
 
     def closed(self, stream: WebSocketStream) -> None:
-        """One of them is over."""
+        """A stream has ended."""
         if stream in self._open:
             self._open.remove(stream)
             self._places.give_back(stream.owner)
@@ -106,7 +106,7 @@ class WebSocketStreams:
             self._to_look_at = []
 
     def look(self) -> None:
-        """A timer does this: see who is still there, and may be; a part of them each time, all of them in LOOK_S."""
+        """Called by a timer: check a part of the streams each time (`WebSocketStream.look`), all of them in LOOK_S."""
         if not self._to_look_at:
             self._to_look_at = list(self._open)
         number = len(self._open) // LOOK_PARTS + 1
@@ -136,7 +136,7 @@ class WebSocketStreams:
             stream.refuse(own_id, InternalError("the gateway failed on this request"), request.id)
 
     def _check(self, exchange: Exchange) -> bytes:
-        """What shows that the upgrade is understood; raises why it is not taken."""
+        """The `Sec-WebSocket-Accept` of the upgrade; raises why it is refused."""
         headers = exchange.headers
         if self.state.draining:
             raise Draining("this gateway is shutting down; connect again to reach another", retry_after_s=COME_BACK_S)
@@ -154,7 +154,7 @@ class WebSocketStreams:
         return accept_key(key.decode()).encode()
 
     def _shown(self, exchange: Exchange) -> dict[bytes, bytes]:
-        """The headers that say who asks, as they will be looked at again and again."""
+        """The headers that identify the caller, kept because they are checked again and again."""
         ticket = query_of(exchange).get("ticket")
         headers = exchange.headers
         kept = {name: headers[name] for name in (*CREDENTIALS, b"x-forwarded-for") if name in headers}

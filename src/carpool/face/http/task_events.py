@@ -2,13 +2,13 @@
 
 1. `queued` tells its place and the estimated wait, `processing` that it is being worked on, `done` and `failed` are the
    end. The data is what `GET /v1/result/{task_id}` would say.
-2. An event's id is the state that it tells. To a client that comes again with `Last-Event-ID` the same is not told
-   twice; one that has heard the end gets a 204, upon which browsers stop to ask.
-3. An outcome is told as soon as it is known, a place every LOOK_S seconds if it is another. Whoever does not read
-   misses places, never the outcome; the connection ends it by its own rules.
+2. An event's id is the state that it tells. A client that comes again with `Last-Event-ID` does not get the same state
+   twice; if it has heard the end, it gets a 204, upon which browsers stop to ask.
+3. An outcome is sent as soon as it is known, a place every LOOK_S seconds if it has changed. A client that does not
+   read misses places, never the outcome; the connection's own rules cut it off.
 4. The number of listeners is bounded, over all and for each owner.
-5. At a drain everybody is told when to come back, and the stream ends.
-6. A credential that is revoked or over ends its streams: it is looked at with each look at the task.
+5. At a drain the gateway tells each listener when to come back, and ends its stream.
+6. A credential that is revoked or expired ends its streams: it is checked with each look at the task.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ END = b"end"
 
 
 class TaskEvents(ExchangeWorker):
-    """Serves the route, and knows who listens."""
+    """Serves the route, and knows its listeners."""
 
     def __init__(self, intake: Intake, places: Places, *, forget_after_read: bool) -> None:
         self._intake = intake
@@ -60,16 +60,16 @@ class TaskEvents(ExchangeWorker):
         listener.look(self._intake, 0.0, forget=self._forget_after_read and exchange.method == b"GET")
 
     def beat(self) -> None:
-        """Let everybody see that the stream lives."""
+        """Send each listener a heartbeat."""
         for exchange, listener in self._listeners.items():
             if listener.is_begun and not exchange.is_told_to_wait:
                 exchange.write(HEARTBEAT)
 
     def drain(self) -> None:
-        """Tell everybody when to come back (rule 5)."""
+        """Tell each listener when to come back (rule 5)."""
         self.is_draining = True
         for listener in list(self._listeners.values()):
-            if listener.is_begun:  # else it is about to be told what there is, and ends with that
+            if listener.is_begun:  # else its first look is under way: it gets that state, and ends with it
                 self.end(listener, retry_after(COME_BACK_S))
 
     def look_again(self, listener: "Listener") -> None:
@@ -80,11 +80,11 @@ class TaskEvents(ExchangeWorker):
             self.end(listener)
             return
         except CarpoolError:
-            pass  # nobody can say right now
+            pass  # the credential cannot be checked right now
         listener.look(self._intake, LOOK_S, forget=self._forget_after_read)
 
     def end(self, listener: "Listener", last: bytes = b"") -> None:
-        """That was all for one of them."""
+        """End the stream of a listener, with a last part."""
         exchange = listener.exchange
         self.client_left(exchange)
         if last:
@@ -92,12 +92,12 @@ class TaskEvents(ExchangeWorker):
         exchange.end()
 
     def refuse(self, listener: "Listener", error: CarpoolError) -> None:
-        """There is nothing to tell to one of them."""
+        """Answer a listener with an error."""
         self.client_left(listener.exchange)
         respond_problem(listener.exchange, error)
 
     def client_left(self, exchange: Exchange) -> None:
-        """One of them listens no more."""
+        """A listener has left."""
         listener = self._listeners.pop(exchange, None)
         if listener is not None:
             self._places.give_back(listener.caller.owner)
@@ -107,7 +107,7 @@ class TaskEvents(ExchangeWorker):
 
 
 class Listener:
-    """One client that hears of one task."""
+    """One client that listens to one task."""
 
     __slots__ = ("_events", "_last_id", "_looked", "_poll", "_task_id", "_timer", "caller", "exchange", "is_begun")
 
@@ -117,7 +117,7 @@ class Listener:
         self.caller = caller
         self._task_id = task_id
         self._last_id = exchange.headers.get(b"last-event-id", b"")
-        # What is asked now, since when; and the timer until the next time.
+        # The ticket of the look under way, when it began (0.0: without a wait), and the timer until the next.
         self._poll: object = None
         self._looked = 0.0
         self._timer: asyncio.TimerHandle | None = None
@@ -125,21 +125,21 @@ class Listener:
         self.is_begun = False
 
     def look(self, intake: Intake, wait_s: float, *, forget: bool) -> None:
-        """Ask how the task is: now, or when it has an outcome but not later than this."""
+        """Ask for the state of the task: now, or when it has an outcome, after `wait_s` at the latest."""
         self._looked = asyncio.get_running_loop().time() if wait_s else 0.0
         self._poll = intake.look(
             caller=self.caller, task_id=self._task_id, wait_s=wait_s, forget=forget, answer=self._told
         )
 
     def leave(self, intake: Intake) -> None:
-        """Nobody listens any more."""
+        """The client listens no more: stop the timer and the look under way."""
         if self._timer is not None:
             self._timer.cancel()
         if self._poll is not None:
             intake.leave(self._poll)
 
     def _told(self, task: StoredTask | CarpoolError) -> bool:
-        """There is something to tell; whether somebody was there to read it. A defect harms this client alone."""
+        """Send the state of the task; returns whether the client was there. A defect harms this client alone."""
         try:
             if isinstance(task, StoredTask):
                 return self._tell(task)
@@ -182,10 +182,10 @@ class Listener:
         elif error.retryable:
             self._go_on()  # the broker is away for a moment
         else:
-            self._events.end(self)  # the task was deleted: it is not there for whoever comes again
+            self._events.end(self)  # the task was deleted: a client that comes again gets a 404
 
     def _go_on(self) -> None:
-        """Look again: at once after the first look, and after one that waited; one that failed at once is no reason."""
+        """Look again: at once after the first look, else LOOK_S after the last one began, as it may fail at once."""
         loop = asyncio.get_running_loop()
         pause_s = max(0.0, self._looked + LOOK_S - loop.time()) if self._looked else 0.0
         self._timer = loop.call_later(pause_s, self._events.look_again, self)

@@ -19,7 +19,7 @@ _KINDS: tuple[tuple[type[CarpoolError], str], ...] = (
 
 
 class TeiFace(ListFace):
-    """`POST /embed`. The protocol names no model: it is the default one, or the only one that embeds."""
+    """`POST /embed`. The protocol names no model: it is the default one, or the only model that embeds."""
 
     route = EMBED
 

@@ -5,8 +5,8 @@
 2. The key comes from the service token: any gateway with the same token opens it. While tokens change, each of them is
    tried. Without a token it is this process's own.
 3. It may be used more than once while it is good: gateways have nothing in common that would remember it. It stands in
-   URLs, which others may log: that is why it is short-lived.
-4. Whatever is wrong with a ticket, its client is told the same.
+   URLs, which proxies may log: that is why it is short-lived.
+4. Whatever is wrong with a ticket, its client gets the same error.
 """
 
 import secrets
@@ -44,7 +44,7 @@ class Tickets:
         return [ChaCha20Poly1305(sha256(_PURPOSE + secret).digest()) for secret in self._secrets]
 
     def give(self, headers: Mapping[bytes, bytes]) -> str:
-        """A ticket for whoever sent these headers."""
+        """A ticket with the credential in these headers."""
         nonce = secrets.token_bytes(NONCE_BYTES)
         shown = b"\n".join(headers.get(name, b"") for name in CREDENTIALS)
         sealed = self._seals[0].encrypt(nonce, b"%d\n%b" % (self._wall() + TICKET_S, shown), None)

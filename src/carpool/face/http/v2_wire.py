@@ -1,7 +1,7 @@
 """KServe V2 over HTTP, as JSON and with the binary tensor extension: bodies to rows, outputs to bodies. Pure.
 
 With the extension a body is JSON of `Inference-Header-Content-Length` bytes, and behind it the raw tensors in their
-order, each of `binary_data_size` bytes. What a stranger writes is parsed piece by piece, each with a bound: a short
+order, each of `binary_data_size` bytes. What a client writes is parsed piece by piece, each with a bound: a short
 text must not become many objects.
 """
 
@@ -46,7 +46,7 @@ class _Input(msgspec.Struct):
     data: Raw = Raw()
 
     def __post_init__(self) -> None:
-        # Called with each one that was read: with too many the others are not.
+        # Called for each tensor as it is read: the error stops the parser at the first one too many.
         _inputs_read.append(None)
         if len(_inputs_read) > TENSORS_MAX:
             raise ValueError(f"more than {TENSORS_MAX} tensors")
@@ -71,7 +71,7 @@ class WantedOutputs(NamedTuple):
 
     # Each with whether it is to be raw; None: all there are.
     by_name: dict[str, bool] | None
-    # Whether those that nothing is said about are to be raw.
+    # Whether outputs without a `binary_data` of their own are to be raw.
     is_raw: bool
 
 

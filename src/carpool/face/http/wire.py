@@ -79,8 +79,8 @@ _decode_predict = msgspec.json.Decoder(PredictCall).decode
 _decode_any = msgspec.json.Decoder(float_hook=finite_float).decode
 _encode_sorted = msgspec.json.Encoder(order="sorted").encode
 _canonical: Kept[bytes, bytes] = Kept(CANONICAL_KEPT_MAX)
-# An answer: what comes before the output, the output, and the rest. Whoever sends it puts them together, so that a
-# long output is copied once.
+# An answer: what comes before the output, the output, and the rest. The sender joins them, so that a long output is
+# copied once.
 Pieces = tuple[bytes, Data, bytes]
 
 
@@ -136,7 +136,7 @@ def canonical_parameters(raw: Raw) -> bytes:
 def body_fault(failure: Exception, call: type[msgspec.Struct] = msgspec.Struct) -> str:
     """What is wrong with a body, in words for its sender. msgspec's texts name fields and places, and one value.
 
-    Of an unknown field it is told which one of `call` may have been meant.
+    For an unknown field it names the field of `call` that may be meant.
     """
     if isinstance(failure, RecursionError):
         return "the body is nested too deeply"

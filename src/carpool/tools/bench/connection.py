@@ -141,7 +141,7 @@ class Connection(asyncio.Protocol):
             self.need = whole
             return
         if len(data) > whole:
-            # Bytes after the answer belong to nobody: this stream cannot be trusted any more.
+            # Bytes after the answer belong to no request: this connection cannot be trusted any more.
             self.fail("malformed")
             return
         if self.partial:

@@ -36,7 +36,7 @@ NEEDS: dict[Face, str] = {
     "grpc": "a model that gives texts back reversed, as `carpool sim-gpu` does",
     "kserve": "a model that gives tensors of text back reversed, as `carpool sim-gpu` does behind `kserve_v2`",
 }
-# In the path of V2, which must name one.
+# The model in the path of V2, which must name one.
 DEFAULT_MODEL = "default"
 
 
@@ -65,7 +65,7 @@ _decode_tensors = msgspec.json.Decoder(_Tensors).decode
 class EmbeddingsPayload(Payload):
     """`/v1/embeddings` of one text, in base64, which SDKs ask for by default."""
 
-    # The first right answer tells it; one of another length is wrong from then on. 0: none came yet.
+    # Set by the first right answer; a vector of another length is wrong from then on. 0: none came yet.
     dimensions = 0
 
     def _body(self, model: str | None) -> tuple[str, bytes, bytes]:

@@ -168,7 +168,7 @@ class LoadGenerator:
         return self._retries > 0 and status in RETRIABLE
 
     def try_again(self, due: Due, after_s: float, now: float) -> bool:
-        """Whether this request, which was just refused for so long, will be sent again."""
+        """Send a refused request again after `after_s`, if rule 6 allows; returns whether it will be sent."""
         again_at = now + after_s
         if due.retries >= self._retries or again_at >= due.intended + self.timeout_s:
             return False
@@ -179,7 +179,7 @@ class LoadGenerator:
 
     def _send_again(self, due: Due) -> None:
         if not self._stopped.is_set() and not self._sent(due):
-            self.waiting.appendleft(due)  # it is older than those who wait
+            self.waiting.appendleft(due)  # it is older than the requests that wait
 
     def _end_sending(self) -> None:
         if self.sending_since is not None:
@@ -220,7 +220,7 @@ class LoadGenerator:
             async with self._opening_limit, asyncio.timeout(self.timeout_s):
                 await self._connect(connection)
         except asyncio.CancelledError:
-            # Told made just then, it would never be told lost.
+            # If it was connected at this very moment, its `connection_lost` would never come.
             self.connections.discard(connection)
             raise
         except OSError as fault:  # TimeoutError is one

@@ -32,7 +32,7 @@ class _Seat(asyncio.Transport):
     """Stands for a transport: a channel connects anew by itself."""
 
     def is_closing(self) -> bool:
-        """Never: calls fail by themselves while nobody is there."""
+        """Never: calls fail by themselves while no server is there."""
         return False
 
 
@@ -40,7 +40,7 @@ _SEAT = _Seat()
 
 
 class GrpcSeat(Connection):
-    """One call at a time, over a channel that others use too."""
+    """One call at a time, over a channel that other seats use too."""
 
     __slots__ = ("calling", "method")
 
@@ -76,13 +76,13 @@ class GrpcSeat(Connection):
             due.part.tally.failed(str(kind.status), now - due.asked, now)
 
     def drop(self) -> None:
-        """Take the call back, and make place for a new seat."""
+        """Cancel the call, and make place for a new seat."""
         self.due = None
         if self.transport is not None:
             self.transport = None
             if self.calling is not None:
                 self.calling.cancel()
-            # Not at once: whoever drops may be walking over all seats.
+            # Not at once: the caller may be iterating over all seats.
             self.generator.loop.call_soon(self.generator.lost, self, None)
 
 
@@ -127,7 +127,7 @@ class GrpcGenerator(LoadGenerator):
         """Connect every channel; raises ConnectionError if one could not be."""
         try:
             async with asyncio.timeout(self.timeout_s):
-                # A channel would go on trying where nobody listens.
+                # A channel would go on trying where no server listens.
                 probe, _ = await self.loop.create_connection(asyncio.Protocol, self.target.address, self.target.port)
                 probe.abort()
                 for channel in self._channels:

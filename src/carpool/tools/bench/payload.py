@@ -14,7 +14,7 @@ Expect = Literal["reversed", "echo"]
 
 NUMBER_DIGITS = 8
 RUN_ID_DIGITS = 12
-# Quotes, run id and number: a shorter input could not be told from another one.
+# Quotes, run id and number: a shorter input could not be distinguished from another one.
 PAYLOAD_BYTES_MIN = 2 + RUN_ID_DIGITS + NUMBER_DIGITS
 
 # No character repeats within reach of its neighbours: a shifted or cut filler cannot pass for the right one.
@@ -22,7 +22,7 @@ FILLER_ALPHABET = b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ01234567
 
 OUTPUT_KEY, QUEUE_KEY, BATCH_KEY = b'"output":', b'"queue_ms":', b'"batch_size":'
 
-# What an answer tells about its way: queue_ms (below 0: not told) and batch_size (0: not told).
+# What an answer tells about its way: queue_ms (below 0: unknown) and batch_size (0: unknown).
 Journey = tuple[float, int]
 NOT_TOLD: Journey = (-1.0, 0)
 
@@ -76,7 +76,7 @@ class Payload:
         identity = run_id.encode().rjust(RUN_ID_DIGITS, b"0")
         filler_size = size - PAYLOAD_BYTES_MIN
         filler = (FILLER_ALPHABET * (filler_size // len(FILLER_ALPHABET) + 1))[:filler_size]
-        # The header line, for whatever else is asked for these requests.
+        # The header line of the credential; the bench also polls tasks with it.
         self.credential = f"Authorization: Bearer {key}\r\n" if key else ""
         options = "Prefer: respond-async\r\n" if respond_async else ""
         before, ending = self._around(size, host, base_path, model, options)
@@ -108,7 +108,7 @@ class Payload:
         return "/v1/inference", b'{"input":', b"}" if model is None else b',"model":%b}' % msgspec.json.encode(model)
 
     def number(self, due: int) -> bytes:
-        """What the request that is due as this one of all carries: its own number, but for those that are the same."""
+        """The number that the `due`-th request carries: its own, or 0 for requests that share one input."""
         is_same = self._same_every and due % self._same_every == 0
         return b"%08x" % (0 if is_same else due)
 
@@ -162,5 +162,5 @@ class Payload:
         return (-1.0 if queue_ms is None else queue_ms, batch_size or 0)
 
     def is_expected(self, output: object, number: bytes) -> bool:
-        """Whether a decoded output is the one that `number` must get."""
+        """Whether a decoded output is the expected output of `number`."""
         return isinstance(output, str) and output == self.expected_output(number)

@@ -37,7 +37,7 @@ class ProgressDisplay:
         self._duration_s = duration_s
         self._say = say
         self._live: Live | None = None
-        # Between updates; 0 when there is nobody to show them to.
+        # Seconds between updates; 0.0 when none are shown.
         self.interval_s = 0.0 if say is None else PLAIN_LINE_S
         self._answered_before = 0
         self._elapsed_before_s = 0.0

@@ -4,7 +4,7 @@ from functools import lru_cache
 
 HEAD_BYTES_MAX = 65_536
 HEAD_END = b"\r\n\r\n"
-# What a client waits that was refused and not told for how long.
+# What a refused client waits where the answer has no Retry-After.
 RETRY_AFTER_S = 1.0
 
 

@@ -168,7 +168,7 @@ def _files(limit: int) -> int:
 class Answered(msgspec.Struct, frozen=True):
     """What became of one request, for `--answers`."""
 
-    # Seconds after the start; of one that was sent again and refused, the last time.
+    # Seconds after the start; of a request that was sent again and refused again, the last time.
     due_s: float
     tier: str
     # 200, another status, or what went wrong.
@@ -184,7 +184,7 @@ async def drive(
     say: Callable[[str], None] | None = None,
     answers: list[Answered] | None = None,
 ) -> tuple[Report, bool]:
-    """Send the load; returns the report and whether it was interrupted. ConnectionError: nobody is there.
+    """Send the load; returns the report and whether it was interrupted. ConnectionError: no server is there.
 
     NotVerifiable: of a face other than http, a first request was not answered as it must be; no load was sent.
     Progress goes to a live display on `live`, else line by line to `say`; with no `say` there is none.

@@ -79,7 +79,7 @@ class TierQuantiles(msgspec.Struct, frozen=True):
 
 
 class RefusalQuantiles(msgspec.Struct, frozen=True):
-    """How long refused clients (429, 503) waited for that, in ms; null when nobody was refused."""
+    """How long refused clients (429, 503) waited for their refusal, in ms; null when none was refused."""
 
     p50: float | None
     p99: float | None
@@ -118,7 +118,7 @@ class Lateness(msgspec.Struct, frozen=True):
 class Report(msgspec.Struct, frozen=True):
     """The result of a run, in the shape that `--json` writes."""
 
-    # Requests that came due. ok + wrong + errors + unanswered; answers nobody asked for are errors on top.
+    # Requests that came due. ok + wrong + errors + unanswered; answers without a request are errors on top.
     sent: int
     ok: int
     # Answers other than 2xx, transport failures and timeouts; `status` tells which.
@@ -199,7 +199,7 @@ class Tally:
         self.sent += 1
 
     def right(self, latency_s: float, now: float, queue_ms: float, batch_size: int) -> None:
-        """Count an answer that is the expected one; a negative queue_ms or a batch_size of 0 was not told."""
+        """Count an answer that is the expected one; a negative queue_ms or a batch_size of 0 is unknown."""
         self.ok += 1
         self._answered(latency_s, now)
         if queue_ms >= 0:

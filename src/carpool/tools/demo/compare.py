@@ -1,6 +1,6 @@
 """One by one beside carpool, on the same arrivals: latencies, and how many GPUs each needs. Everything is computed.
 
-One by one, each request has a GPU for itself for the time of a call; those who come while all are busy wait in one
+One by one, each request has a GPU for itself for the time of a call; requests that come while all are busy wait in one
 line. Carpool is production's own engine, on virtual time. A GPU takes as long for a whole batch
 as for one input, as GPUs do, about, as long as a batch does not fill them.
 """
@@ -26,24 +26,24 @@ from carpool.virtual_time import VirtualClock
 
 MODEL = "m"
 BATCHING = BatchingSettings()
-# What a fleet must hold to be enough.
+# The p99 that a fleet must hold to be enough.
 P99_MS_MAX = 500.0
-# Arrivals of so long, but no more than so many: it is to be there within a second or two.
+# Arrivals of so many seconds, at most so many: the comparison should be there within a second or two.
 SECONDS, ARRIVALS_MAX = 6.0, 4000
-# The first ones find everything idle: they do not count.
+# The share of first arrivals that does not count: they find everything idle.
 WARM_UP = 0.2
 GPUS_MAX = 4096
-# Fewer GPUs than keep this share of them busy are not enough, however it goes for a few seconds.
+# A fleet that is busier than this is not enough, even if it keeps up for a few seconds.
 BUSY_MAX = 0.95
 
 
 class Side(msgspec.Struct, frozen=True):
-    """How one of the two fares."""
+    """The result of one of the two."""
 
-    # With the GPUs that there are. None: they cannot keep up, and everybody waits longer and longer.
+    # With the given GPUs. None: they cannot keep up, and the queue grows without end.
     p50_ms: float | None
     p99_ms: float | None
-    # To hold P99_MS_MAX.
+    # GPUs needed to hold P99_MS_MAX.
     gpus_needed: int
     mean_batch: float
 
@@ -117,7 +117,7 @@ def shared(arrivals: Sequence[float], gpus: int, latency_ms: float, policy: Poli
 
 
 def side(latencies: Sequence[float], is_steady: bool, needed: int, mean_batch: float) -> Side:
-    """Where more comes than is served, latencies say only how long one has looked."""
+    """One side. Without a steady state latencies only tell how long the simulation ran: there are none."""
     p50, p99 = (quantile(latencies, 0.5), quantile(latencies, 0.99)) if is_steady else (None, None)
     return Side(p50, p99, needed, mean_batch)
 
@@ -142,7 +142,7 @@ def keeps_up(latencies: Sequence[float]) -> bool:
 
 
 def quantile(latencies: Sequence[float], share: float) -> float:
-    """Of those who came when the GPUs were busy already."""
+    """A quantile of the latencies, without those of the warm-up."""
     counted = sorted(latencies[int(len(latencies) * WARM_UP) :])
     return round(counted[min(len(counted) - 1, int(share * len(counted)))], 1)
 

@@ -1,6 +1,6 @@
-"""The load of the demo: a process of its own, told by lines on stdin what to send; it leaves when stdin ends.
+"""The load of the demo: a process of its own, which reads from stdin what to send, and leaves when stdin ends.
 
-Each line is JSON: `{"url": …, "parts": [{"name", "rate", "key"}, …]}`. From then on that is what is sent.
+Each line is JSON: `{"url": …, "parts": [{"name", "rate", "key"}, …]}`. From then on it sends that.
 """
 
 import asyncio
@@ -95,7 +95,7 @@ class DemoLoad:
 
 
 async def send_as_told() -> None:
-    """Until stdin ends."""
+    """Send what stdin says, until it ends."""
     loop = asyncio.get_running_loop()
     reader = asyncio.StreamReader()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)

@@ -1,7 +1,7 @@
 """The demo's control panel: `POST /internal/demo` says what to change, and events of the live page say how it stands.
 
 It is there with `carpool demo` only. The load comes from a process of its own, with keys that this one alone knows; so
-does the comparison, which is computed. Everything goes the way that clients and operators go.
+does the comparison, which is computed. Everything takes the same way as calls of clients and operators.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ SHARES = (0.1, 0.3)
 # A flood is so many times what the GPUs can serve, but no more than this machine can send.
 FLOOD_TIMES, FLOOD_RPS_MAX = 1.2, 5000.0
 RATE_MAX = 20_000
-# The load must be this still before it is compared, and a comparison must be there by then.
+# The load must be unchanged for so long before it is compared; and a comparison may take so long.
 STILL_S, COMPARE_S_MAX = 0.4, 60.0
 LOOK_S = 0.2
 # So many good inputs come with a poisonous one.
@@ -62,7 +62,7 @@ class Gpus(msgspec.Struct, frozen=True):
 
     @property
     def capacity_rps(self) -> float:
-        """What full batches come to."""
+        """Requests a second that the GPUs serve with full batches."""
         return self.count * self.slots * 64 * 1000 / max(1.0, self.latency_ms)
 
 
@@ -80,14 +80,14 @@ class DemoPanel:
         self._starting = asyncio.Lock()
         self._process: Process
         self._keys = [f"demo_{secrets.token_urlsafe(16)}" for _ in tiers]
-        # By the header that the load sends.
+        # The callers of the load, by its `Authorization` header.
         self.callers: Mapping[bytes, Caller] = {
             b"Bearer " + key.encode(): Caller(f"demo-{tier.name}", number, is_anonymous=False)
             for number, (key, tier) in enumerate(zip(self._keys, tiers, strict=True))
         }
 
     def plug(self, process: Process) -> None:
-        """Be there from now on, until the process ends."""
+        """Add the panel to a process, until that ends."""
         self._process = process
         process.admin.add(b"POST", b"/internal/demo", self.change)
         process.runtime.opened.push_async_callback(self._close)
@@ -175,12 +175,12 @@ class DemoPanel:
             self._load.stdin.write(msgspec.json.encode(LoadOrder(self._url(), parts)) + b"\n")
 
     def _end_load_in_a_drain(self) -> None:
-        """A drain waits for clients that go on: this one is told to leave."""
+        """End the load at a drain, which would wait for it."""
         if self._process.runtime.draining and self._load is not None and self._load.stdin is not None:
             self._load.stdin.close()
 
     async def _send_poison(self) -> None:
-        """One input at fault among others. Those before it show that the GPUs are well, also while there is no load."""
+        """Send a poisonous input among good ones. Good ones before show that the GPUs are well, even without load."""
         good = [f"beside poison {number}" for number in range(BESIDE_POISON)]
         try:
             await asyncio.gather(*map(self._send_one, good))
@@ -189,7 +189,7 @@ class DemoPanel:
             logger.warning("the demo could not send a poisonous input: %s", failure)
 
     async def _send_one(self, text: str) -> None:
-        """As a client of the second tier does."""
+        """Send one input as a client of the second tier."""
         body = msgspec.json.encode({"input": text})
         key = self._keys[min(1, len(self._keys) - 1)]
         reader, writer = await asyncio.open_connection(self._host(), self._process.port)
