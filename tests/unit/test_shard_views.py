@@ -17,7 +17,7 @@ def test_bells_that_nobody_acts_on_are_not_kept() -> None:
     view.heard(head(10_000, "n"))
     for number in reversed(range(1000)):
         view.heard(head(number))
-    assert view.rung is None
+    assert view.woken is None
     assert view.heads == [*map(head, range(HEADS_KNOWN_MAX)), head(10_000, "n")]  # the best, and those of others
 
 
@@ -27,7 +27,7 @@ def test_bells_that_cross_an_answer_are_kept_until_it_comes() -> None:
     view.heard(head(1))
     assert view.unread("m") == 0
     view.told(ShardSnapshot(0, [head(2)]))
-    assert (view.heads, view.rung) == ([head(1), head(2)], None)
+    assert (view.heads, view.woken) == ([head(1), head(2)], None)
 
 
 def test_a_model_has_what_waits_for_it() -> None:

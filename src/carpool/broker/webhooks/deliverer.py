@@ -77,7 +77,7 @@ class Deliverer:
         self._in_flight: dict[asyncio.Task[None], DueWebhook] = {}
         self._in_flight_bytes = 0
         self._claiming: asyncio.Task[None] | None = None
-        self._is_rung = False
+        self._is_notified = False
         self._is_closing = False
         self._looks = Every(LOOK_S, self.notify)
         # What became of attempts.
@@ -92,7 +92,7 @@ class Deliverer:
 
     def notify(self) -> None:
         """Something may be due."""
-        self._is_rung = True
+        self._is_notified = True
         if self._claiming is None and not self._is_closing and self.outbox.waiting()[0]:
             self._claiming = asyncio.get_running_loop().create_task(self._claim())
             self._claiming.add_done_callback(self._claimed)
@@ -114,7 +114,7 @@ class Deliverer:
     async def _claim(self) -> None:
         terms = self._terms
         while (room := terms.in_flight_max - len(self._in_flight)) > 0 and not self._is_closing:
-            self._is_rung = False
+            self._is_notified = False
             lease_s = terms.timeout_s + LEASE_SPARE_S
             due = await self.outbox.claim(room, lease_s, terms.host_in_flight_max, self._busy)
             for webhook in due:
@@ -122,7 +122,7 @@ class Deliverer:
                     await self.outbox.put_back(webhook, LOOK_S, None)
                 else:
                     self._begin(webhook)
-            if not due and not self._is_rung:
+            if not due and not self._is_notified:
                 return
 
     def _claimed(self, claiming: asyncio.Task[None]) -> None:

@@ -179,7 +179,7 @@ class Consumer:
         self._deliveries_max = deliveries_max
         self._next_shard = 0
         self._repeated = [Every(self._look_every_s, self.look_at_all), Every(self._renew_every_s, self._leases.renew)]
-        self._landing: asyncio.TimerHandle | None = None
+        self._handing_over: asyncio.TimerHandle | None = None
         self._wakeups: list[Reader] = []
         # While true, nothing more is taken.
         self.draining = False
@@ -223,7 +223,7 @@ class Consumer:
     def drain(self) -> None:
         """Take nothing more. What is staged is sent, what runs finishes."""
         self.draining = True
-        self._land()
+        self._hand_over()
 
     async def finish_asking(self, timeout_s: float) -> None:
         """Wait for the answer to the last question; the batcher gives back what it brings."""
@@ -236,8 +236,8 @@ class Consumer:
         self.draining = True
         for every in self._repeated:
             every.stop()
-        if self._landing is not None:
-            self._landing.cancel()
+        if self._handing_over is not None:
+            self._handing_over.cancel()
         for wakeup in self._wakeups:
             wakeup.close()
         self._sweeper.close()
@@ -327,7 +327,7 @@ class Consumer:
     def _run(self) -> None:
         self._ask_next()
         if not self.unanswered:
-            self._land()
+            self._hand_over()
 
     def _ask_next(self) -> None:
         if self.unanswered or self.draining or not self._is_let_in():
@@ -490,7 +490,7 @@ class Consumer:
         self.unanswered -= 1
         if not self.unanswered:
             if not self._awaits_company():
-                self._land()
+                self._hand_over()
             self.notify()
 
     def _digest(self, view: ShardView, taken: Taken | RedisFailure) -> None:
@@ -547,11 +547,11 @@ class Consumer:
             return True
         return any(view.usable(budgets) and self._nodes.is_up(view.shard.slot) for view in self._views)
 
-    def _land(self) -> None:
+    def _hand_over(self) -> None:
         """Let what was taken be sent."""
-        if self._landing is not None:
-            self._landing.cancel()
-            self._landing = None
+        if self._handing_over is not None:
+            self._handing_over.cancel()
+            self._handing_over = None
         staged, self._staged = self._staged, []
         for request in staged:
             self._broker.enqueue(request)
@@ -652,7 +652,7 @@ class Consumer:
         if fault is None:
             if not self._staged:
                 self._staged_since = now
-                self._landing = self._loop.call_later(COMPANY_S_MAX, self._land)
+                self._handing_over = self._loop.call_later(COMPANY_S_MAX, self._hand_over)
             self._staged.append(request)
         else:
             self._broker.settle(request, fault)

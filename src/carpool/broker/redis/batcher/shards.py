@@ -32,30 +32,30 @@ class ShardView(msgspec.Struct, eq=False):
     # It failed: not asked again before this, or before a wakeup.
     barren_until: float = 0.0
     # What wakeups have told since the question that is out, by stream; None while none is out.
-    rung: dict[bytes, Head] | None = None
+    woken: dict[bytes, Head] | None = None
     # Models with suspects that were left at the last claim.
     suspects: frozenset[str] = frozenset()
 
     def asked(self) -> None:
         """A question goes out. Wakeups may be here before its answer, which is older than they are."""
-        self.rung = {}
+        self.woken = {}
 
     def told(self, view: ShardSnapshot) -> None:
         """Redis has said what is there."""
         self.heads, self.barren_until = view.heads, 0.0
-        rung, self.rung = self.rung or {}, None
-        for head in rung.values():
+        woken, self.woken = self.woken or {}, None
+        for head in woken.values():
             self._add(head)
 
     def failed(self, barren_until: float) -> None:
         """Redis has not said what is there."""
-        self.heads, self.rung, self.barren_until = None, None, barren_until
+        self.heads, self.woken, self.barren_until = None, None, barren_until
 
     def heard(self, head: Head) -> None:
         """A wakeup came for a stream that had nothing to take."""
         self.barren_until = 0.0
-        if self.rung is not None:
-            self.rung[head.field] = head
+        if self.woken is not None:
+            self.woken[head.field] = head
         self._add(head)
 
     def unread(self, model: str) -> int:

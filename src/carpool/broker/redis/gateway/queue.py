@@ -376,7 +376,7 @@ class RedisQueue:
             if requests:
                 inputs = [request.input for request in requests]
                 parts += [(group, part) for part, _ in parts_of(requests, inputs)]
-        for shard_requests in piles_of(parts):
+        for shard_requests in by_shard(parts):
             try:
                 self._send(shard_requests)
             except Exception:  # a defect must not cost others of this turn their place
@@ -585,7 +585,7 @@ class RedisQueue:
         self.flush.notify()
 
 
-def piles_of(parts: Iterable[tuple[LaneRequests, list[Request]]]) -> Iterable[ShardRequests]:
+def by_shard(parts: Iterable[tuple[LaneRequests, list[Request]]]) -> Iterable[ShardRequests]:
     """What is queued together, in one shard: one step for all streams costs Redis far less than one for each."""
     shard_requests: ShardRequests = []
     entries = 0
