@@ -78,7 +78,7 @@ class RedisProcess(Process):
         logger.info("%s, admin on %s:%d", where, host, self.admin_port, extra={"fields": facts})
 
     def say_goodbye(self) -> None:
-        """Say to everybody that this process leaves."""
+        """Tell all processes of the fleet that this one leaves."""
         self.redis_context.registry.heartbeat()
 
     def snapshot(self) -> Snapshot:

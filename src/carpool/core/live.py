@@ -1,6 +1,6 @@
-"""What the live page and `carpool top` are told each second, in types. Never inputs, parameters, owners or credentials.
+"""What the live page and `carpool top` get each second, in types. Never inputs, parameters, owners or credentials.
 
-Each process cuts its last second into a `LivePart`; over Redis the process that somebody looks at adds up those of all.
+Each process cuts its last second into a `LivePart`; over Redis the process that serves the page adds up those of all.
 """
 
 from collections.abc import Mapping, Sequence

@@ -36,7 +36,7 @@ def merge_same(members: list[Request], *, is_owned: bool) -> Merged:
 
 
 def still_there(merged: Merged, members: list[Request]) -> list[Request]:
-    """Of each input somebody who has not left, if there is one: the output is written in the form that it wants."""
+    """For each input a request that has not ended, if there is one: the output is written in the form that it wants."""
     if merged.places is None:
         return merged.sent
     found = list(merged.sent)
