@@ -67,7 +67,7 @@ class RedisProcess(Process):
         await self.listen_for_operators(self.redis_context.desk, self.redis_context.outbox)
 
     def say_where(self, where: str) -> None:
-        """For the log."""
+        """Log where this process serves."""
         facts = {
             "role": self.role,
             "name": self.redis_context.name.decode(),

@@ -390,7 +390,7 @@ class ModelService(ModelFace):
         )
 
     def mean_batch_size(self) -> float:
-        """Of all batches so far."""
+        """The mean size of all batches so far."""
         sizes = self.loop.batch_sizes
         return sizes.total / max(1, sum(sizes.counts))
 
@@ -460,7 +460,7 @@ class Told:
         self._future = future
 
     def settled(self, request: Request, outcome: Outcome) -> None:
-        """It has one."""
+        """The request has its outcome."""
         if not self._future.done():
             self._future.set_result(None)
 

@@ -31,9 +31,9 @@ ENTRY_BYTES = 480
 # A page is so large, but for small caches, which have this many; a result that is larger has one of its own.
 PAGE_BYTES = 1024 * 1024
 PAGES_MIN = 16
-# So much of a page may be left of an older one.
+# The share of a page that may still be memory of an older page, beyond what is written.
 LEFT_OVER_MAX = 1 / 8
-# What is before the input in a digest is remembered if it is no longer: clients write it.
+# The part before the input in a digest is remembered if it is no longer than this: clients write it.
 BEGINNING_BYTES_MAX = 1024
 
 

@@ -1,4 +1,4 @@
-"""Who asks, where a credential is asked for: an API key or a JSON Web Token.
+"""Which caller asks, where a credential is needed: an API key or a JSON Web Token.
 
 1. `Authorization: Bearer …` has a key or a token, `X-API-Key: …` a key. Both headers at once are refused: the gateway
    cannot know which of the two was meant. A key may have any form, so what is no known key may be a token.
@@ -50,7 +50,7 @@ class Known(NamedTuple):
     caller: Caller
     # The wall clock's time from which on it is not.
     until: float
-    # Of a key.
+    # The digest of a key; b"" for a token.
     digest: bytes = b""
 
 

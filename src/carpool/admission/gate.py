@@ -1,4 +1,4 @@
-"""Who comes in: credential → rate limit → shed → permit. Nothing past the gate is refused for load.
+"""Which requests come in: credential → rate limit → shed → permit. Nothing past the gate is refused for load.
 
 Where no credential is asked for, a caller is its address (owners.py), of the lowest tier. The permit is the broker's
 bound.

@@ -244,7 +244,7 @@ class OwnerPermit:
         self.held = 0
 
     def give_back(self) -> None:
-        """One of them was settled."""
+        """One request of this owner was settled."""
         self.held -= 1
         if not self.held:
             del self._by_owner[self._owner]

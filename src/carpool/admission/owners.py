@@ -1,4 +1,4 @@
-"""Whom a request counts for while there are no credentials: the client's address. Pure.
+"""The owner that a request counts for where there are no credentials: the client's address. Pure.
 
 1. It is the address of the TCP peer, unless that is a trusted proxy. Then it is the rightmost address of
    `X-Forwarded-For` that is not a trusted proxy itself: a proxy that we trust has seen that one. What stands left of it

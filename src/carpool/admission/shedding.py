@@ -440,7 +440,7 @@ class LoadShedder:
             return
         self._look_at_queue(now)
         self._count_newcomers(seconds)
-        # Of what runs, as of what may be let in late, each of many gateways has an equal part.
+        # Each of many gateways has an equal part of what runs, as of what may be let in late.
         running = min(sum(self._running), self._burst_rps * self._batch_s)
         waiting_late = sum(queue_stats.waiting for queue_stats in self._stats_by_tier) - running
         is_quiet = True

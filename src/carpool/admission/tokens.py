@@ -142,7 +142,7 @@ class TokenKeys:
 
 
 def owner_of_subject(subject: str) -> str:
-    """Whom a token's requests count for (rule 6). At most 64 characters."""
+    """The owner that a token's requests count for (rule 6). At most 64 characters."""
     if _PLAIN_SUBJECT.fullmatch(subject):
         return TOKEN_OWNER + subject
     return TOKEN_OWNER_HASHED + sha256(subject.encode("utf-8", "surrogatepass")).hexdigest()[:60]

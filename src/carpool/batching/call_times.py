@@ -15,7 +15,7 @@ SECONDS_MIN = 1e-6
 
 
 class CallTimes:
-    """Of one model, all endpoints together."""
+    """The call times of one model, all endpoints together."""
 
     def __init__(self, prior_s: float) -> None:
         self._single_s = prior_s

@@ -111,7 +111,7 @@ class BatchLoop:
         self.batches: dict[str, int] = {}
         self.batch_sizes = Histogram(BATCH_SIZE_BOUNDS)
         self._batch_ids = BatchIds(token_hex(4))
-        # By why they left: how full they were. And by how much the estimate of what comes was too high, and too low.
+        # How full batches were, by why they left. And by how much the estimated arrival rate was too high, and too low.
         self.batch_fills: dict[str, Histogram] = {}
         self.rate_errors = off_by(SHARE_BOUNDS)
         self._broker = broker

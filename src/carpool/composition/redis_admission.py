@@ -214,7 +214,7 @@ class RedisAdmission(Admission):
         )
 
     def pressure(self, model: str) -> float:
-        """Of the whole fleet; while Redis is gone, of this process."""
+        """The pressure on the whole fleet; while Redis is gone, on this process."""
         if not self.is_connected():
             return super().pressure(model)
         view, settings = self.redis_context.registry.view, self._runtime.settings

@@ -177,11 +177,11 @@ class RedisContext:
     # What others see.
 
     def beat_status(self) -> str:
-        """For heartbeats."""
+        """The status that heartbeats report."""
         return DRAINING if self.runtime.draining else "ok"
 
     def health(self, mode: Mode) -> Health:
-        """Of the whole fleet."""
+        """The health of the whole fleet."""
         found = self.disks.found or problem_of(self.registry.view.problems())
         return fleet_health(
             self.registry.view,

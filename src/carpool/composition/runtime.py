@@ -92,7 +92,7 @@ class Runtime:
         return () if self.tracing is None else (self.tracing.describe(),)
 
     def status_with(self, problem: str) -> Status:
-        """For operators."""
+        """The status that operators see."""
         if problem:
             return "degraded"
         return "draining" if self.draining else "healthy"

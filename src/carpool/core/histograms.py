@@ -75,7 +75,7 @@ class Histogram:
 
 
 SECONDS_BOUNDS = (1e-4, 5e-4, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 1.0, 2.0, 4.0, 10.0, 30.0)
-# Of a whole: how full a batch is, how far an estimate is off.
+# Bounds for shares of a whole: how full a batch is, how far an estimate is off.
 SHARE_BOUNDS = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 BATCH_SIZE_BOUNDS = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 60, 63, 64, 96, 128)
 

@@ -87,7 +87,7 @@ class QueueStats(Protocol):
         ...
 
     def late_of(self, owner: str) -> int:
-        """Those of them that came in late, with a burst."""
+        """Requests of one owner that wait and came in late, with a burst."""
         ...
 
     @property
@@ -293,7 +293,7 @@ class DeadLetterDesk(Protocol):
     """What a person may do with dead letters. An error of the tree is raised."""
 
     async def page(self, after: int, limit: int) -> list[DeadLetterSummary]:
-        """Those with an id above `after`, the oldest first."""
+        """Dead letters with an id above `after`, the oldest first."""
         ...
 
     def total(self) -> int:
@@ -301,7 +301,7 @@ class DeadLetterDesk(Protocol):
         ...
 
     async def show(self, letter_id: int) -> StoredDeadLetter:
-        """One of them, whole."""
+        """One dead letter, whole."""
         ...
 
     async def replay(self, letter_id: int) -> Replayed:
@@ -363,7 +363,7 @@ class RateLimit(msgspec.Struct, frozen=True):
 
 
 class Caller(msgspec.Struct, frozen=True):
-    """Whom a request counts for. The tier comes from the credential, never from the client's word."""
+    """The owner that a request counts for. The tier comes from the credential, never from the client's word."""
 
     # At most 64 ASCII characters.
     owner: str
@@ -582,7 +582,7 @@ class CallTraces(Protocol):
 
 
 class Admission(RateLimits, Protocol):
-    """Who comes in. Nothing past it is refused for load."""
+    """Decides which requests come in. Nothing past it is refused for load."""
 
     def identify(self, headers: dict[bytes, bytes], peer: Peer) -> Caller:
         """The caller behind a request with these headers, which came over the connection to `peer`; raises why not."""

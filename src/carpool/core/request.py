@@ -30,7 +30,7 @@ logger = logging.getLogger("carpool")
 ADMITTED, QUEUED, RUNNING, DONE = 0, 1, 2, 3
 # The end of the lane keys of quarantined owners: no parameters, and no lane of a codec, end like this.
 APART = b"\0\0apart"
-# What follows in the lanes of requests that were sent before, and are sent with their like, or alone: this, and an id.
+# The end of the lanes of requests delivered before: this, and how often (they share batches), or an id (sent alone).
 AGAIN = b"\0again"
 
 
@@ -46,7 +46,7 @@ class Permit(Protocol):
     """A place among the requests that an owner may have at once."""
 
     def give_back(self) -> None:
-        """It is free again; called exactly once for each request that has one."""
+        """The place is free again; called exactly once for each request that has one."""
         ...
 
 

@@ -37,7 +37,7 @@ _NESTING = b"[]"
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
 _STRINGS = re.compile(rb"[\[\],\s]*+(?:%b[\[\],\s]*+){0,%d}+" % (_STRING.pattern, BYTES_ELEMENTS_MAX), re.DOTALL)
 _LENGTH = struct.Struct("<I")
-# What numbers, and what whole ones, are made of; and what is between them.
+# The characters of numbers, and of whole numbers; and those between them.
 _BETWEEN = b", \t\r\n"
 _OF_WHOLES, _OF_NUMBERS = b"0123456789-" + _BETWEEN, b"0123456789-+.eE" + _BETWEEN
 _TO_ZEROS = bytes.maketrans(b"123456789", b"0" * 9)

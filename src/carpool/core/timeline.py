@@ -204,5 +204,5 @@ def waited_for(queue_s: float, reason: str, company_s_max: float) -> WaitedFor:
 
 
 def milliseconds(seconds: float) -> float:
-    """As they are shown."""
+    """A time as it is shown."""
     return round(max(0.0, seconds) * 1000, 2)

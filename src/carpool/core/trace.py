@@ -63,7 +63,7 @@ class BatchTrace(msgspec.Struct, eq=False):
     """A batch that was sent, where calls are traced: what is remembered of it until it is written, if it is."""
 
     trace: Trace
-    # Those of its requests that are kept.
+    # The traces of its requests that are kept.
     links: list[Trace]
     # Its calls that have ended and are not written.
     calls: list["CallTrace"]

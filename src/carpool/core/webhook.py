@@ -57,7 +57,7 @@ class Outbox(Protocol):
         ...
 
     async def remove(self, webhook: DueWebhook) -> None:
-        """It was delivered, or given up."""
+        """The webhook was delivered, or given up."""
         ...
 
     async def put_back(self, webhook: DueWebhook, in_s: float, failure: str | None) -> None:

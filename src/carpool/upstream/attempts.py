@@ -100,7 +100,7 @@ class Failure(NamedTuple):
     started: float = 0.0
     # The refusal blames the input, not the endpoint.
     is_certain: bool = False
-    # As a rule such a refusal blames no input: that it does here is shown by answers that came after it only.
+    # As a rule such a refusal blames no input: only answers that came after it show that it does here.
     needs_proof: bool = False
     # The connection was dead, or what came on it is in doubt.
     dead: ConnectionFailedError | None = None
@@ -292,7 +292,7 @@ class Attempts:
             if failure.refusal.kind != "fault":  # else it was given back with the answer
                 self._free(failed, held_s)
             if not goes_on:
-                # It may have been their own deadline that ended the call.
+                # The deadline of the requests may have ended the call.
                 return out_of_time() if is_over and failure.refusal.kind == "elsewhere" else failure
             logger.warning(
                 "attempt %d of %d failed: %s",
@@ -428,7 +428,7 @@ class Attempts:
             is_slot_held = not 200 <= answer.status < 300
         except AttemptFailedError as failure:
             self.calls["failed"] += 1
-            # Else it was the clients' own time that was over.
+            # Else the clients' own deadline ended the call.
             is_by_setting = isinstance(failure, NoAnswerError) and timeout_s == self.timeout_s
             setting = " (`upstream.timeout_s`)" if is_by_setting else ""
             error = UpstreamFailed(f"the inference API could not be used: {failure}{setting}")

@@ -50,9 +50,9 @@ class Bisection:
         self._suspects = suspects
         # Where to cut the whole, if something speaks for another place than its middle; 0 if nothing does.
         self._cut_at = cut_at
-        # To be sent as they are.
+        # Groups to be sent as they are.
         self._unknown = unknown or []
-        # By a group that is being sent: what is a suspect if it is answered; None where nothing follows from that.
+        # By a group that is being sent: the group that is a suspect if it is answered; None where there is none.
         self._other_half: dict[Slice, Slice | None] = {}
         self.any_answered = False
         # An endpoint said something that only a living one says.

@@ -88,7 +88,7 @@ class Breaker:
 
     @property
     def blamed_owner(self) -> str | None:
-        """Whose inputs are all that is known against the endpoint; None if there is more, or nothing."""
+        """The owner whose inputs are all that is known against the endpoint; None if there is more, or nothing."""
         return None if self._is_for_all else self._only_owner
 
     @property

@@ -50,7 +50,7 @@ LOOK_S = 0.01
 OTHERS_BATCHES = 1.45
 # The weight of a member of a search, where a request that waits in a lane has 1.
 WORTH = 0.5
-# However late the next slot will be free: more batches than this are not expected to come together until then.
+# The most batches that are expected to come together until the next slot is free, however late that is.
 MISSED_MAX = 3.0
 # Quarantined owners, and searches among them, go while fewer wait than this share of a batch.
 OTHERS_SHARE_QUARANTINED = 0.1
@@ -467,7 +467,7 @@ class Isolation:
     def _failed(self, case: BisectionRun, group: Slice, result: Failure) -> None:
         members = case.batch[group.first : group.end]
         if result.refusal.kind == "bisect":
-            # What was refused before an endpoint worked counts as a batch when a part of it is refused after that.
+            # A batch that was refused before an endpoint worked counts when a part of it is refused after that.
             is_batch = case.is_unproven and result.started > self._pool.works_since
             self._look_for_common(members, result, is_batch=is_batch)
             case.is_unproven &= not is_batch
