@@ -353,7 +353,7 @@ class Attempts:
             return False
         if kind == "fault":
             return self._pool.has_others(failed)
-        # An endpoint that has answered no batch so large may have a limit, which a search finds: it needs more doubt.
+        # An endpoint that has answered no batch so large may have a limit: a search finds it, short of DOUBT_MAX.
         is_limit = not failed.batch_limit.has_answered(failure.size, self._clock())
         is_doubted = doubt >= (DOUBT_MAX if is_limit else IN_DOUBT_FROM)
         return is_doubted and (self._others is not None or self._pool.has_well(failed))

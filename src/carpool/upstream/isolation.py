@@ -341,7 +341,7 @@ class Isolation:
     def _batches_missed(self, member: EndpointState | None) -> float:
         """How many batches of others come together until the next slot is free: 1 where slots become free evenly.
 
-        They do not once calls have begun close together: then they end close together, and no slot is free for long.
+        They do not once calls have begun close together: then they end close together, and no slot frees in between.
         """
         if not self._is_last(member):
             return 0.0
