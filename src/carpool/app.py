@@ -59,7 +59,7 @@ def make_process(
         from carpool.embedded import EmbeddedProcess
 
         return EmbeddedProcess(settings, listen, panel=panel)
-    from carpool.distributed import PROCESSES  # here: without a broker nobody waits for its libraries
+    from carpool.distributed import PROCESSES  # here: without a broker the start does not wait for its libraries
 
     return PROCESSES[role](settings, listen, panel=panel)
 
@@ -94,7 +94,7 @@ async def _serve(
             told_at = loop.time()
             told_to_leave.set()
         elif loop.time() - told_at > SAME_WORD_S:
-            os._exit(1)  # told again: at once; what was accepted survives that
+            os._exit(1)  # a second signal: at once; what was accepted survives that
 
     for name in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(name, leave)

@@ -67,7 +67,7 @@ class RedisProcess(Process):
         await self.listen_for_operators(self.redis_context.desk, self.redis_context.outbox)
 
     def say_where(self, where: str) -> None:
-        """For the log."""
+        """Log where this process serves."""
         facts = {
             "role": self.role,
             "name": self.redis_context.name.decode(),
@@ -78,7 +78,7 @@ class RedisProcess(Process):
         logger.info("%s, admin on %s:%d", where, host, self.admin_port, extra={"fields": facts})
 
     def say_goodbye(self) -> None:
-        """Say to everybody that this process leaves."""
+        """Tell all processes of the fleet that this one leaves."""
         self.redis_context.registry.heartbeat()
 
     def snapshot(self) -> Snapshot:

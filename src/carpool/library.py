@@ -31,8 +31,8 @@ PredictMethod = Callable[[Any, list[Item]], Awaitable[Sequence[Result | Exceptio
 # The one model and lane that there is.
 MODEL = "function"
 
-# What a future or a task takes for a word to itself: the caller would end without a sound, or the event loop would stop
-# and take everybody's work with it.
+# What a future or a task takes as meant for itself: the caller would end without a sound, or the event loop would stop
+# with the work of all callers.
 CONTROL_FLOW = (StopIteration, GeneratorExit, asyncio.CancelledError, KeyboardInterrupt, SystemExit)
 # These have a length, and what comes out of them one by one are not the results in order.
 NO_LISTS = (Mapping, Set, str, bytes, bytearray)
@@ -85,7 +85,7 @@ def as_list(results: Any, count: int) -> list[Any]:
 class FunctionCalls:
     """Runs batches through the function: the upstream of the library. `concurrency` calls at once.
 
-    Whatever the function raises ends its batch and no other: every caller of it is told, and the slot is free again.
+    Whatever the function raises ends its batch and no other: every caller of it gets that, and the slot is free again.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class FunctionCalls:
         self._clock = clock
         self._predict = predict
         self._total = self._free = concurrency
-        # Of a plain function; those that were given are not ours to end.
+        # The threads of a plain function; None where the caller gave some, which are not ours to end.
         self._own_threads: ThreadPoolExecutor | None = None
         if threads is None and not is_async(predict):
             threads = self._own_threads = ThreadPoolExecutor(concurrency, "carpool-batch")
@@ -147,7 +147,7 @@ class FunctionCalls:
             results = await self._results([request.input for request in batch])
         except BaseException as failure:
             if not _is_running(task):
-                raise  # thrown away with its event loop, and so was everybody who waited
+                raise  # thrown away with its event loop, and so were all callers that waited
             if isinstance(failure, asyncio.CancelledError) and task.cancelling():
                 self._settle(batch, [_CANCELLED] * len(batch), started)
                 raise
@@ -164,7 +164,7 @@ class FunctionCalls:
         facts = CallFacts(len(batch), seconds)
         try:
             self.outcomes.settle_batch(batch, [Output(result, facts) for result in results])
-        except BaseException as failure:  # whatever it is, nobody waits for ever
+        except BaseException as failure:  # whatever it is, no caller waits for ever
             for request in batch:
                 self.outcomes.settle(request, Output(failure, facts))
         if self._notify is not None:
@@ -188,7 +188,7 @@ class FunctionCalls:
 
 
 def _is_running(task: "asyncio.Task[Any]") -> bool:
-    """Whether this is a step of the task. It is not where a coroutine that nobody will go on with is closed."""
+    """Whether this is a step of the task. It is not where a coroutine is closed that no event loop will go on with."""
     try:
         return asyncio.current_task() is task
     except RuntimeError:  # no event loop is running
@@ -306,7 +306,7 @@ class Batcher(Generic[Item, Result]):
         try:
             return await outcome
         finally:
-            # A call that was thrown away with its event loop has nobody left to tell.
+            # A call that was thrown away with its event loop has no waiter left.
             if request.phase != DONE and not outcome.get_loop().is_closed():
                 self._broker.cancel(request)
 

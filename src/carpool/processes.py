@@ -4,7 +4,7 @@
 2. A child is a fresh process with the same command line: it reads flags, environment and file by itself.
 3. SIGTERM, SIGINT and SIGHUP are for all of them. Children have process groups of their own, so that Ctrl-C at a
    terminal reaches each of them once, through the parent.
-4. A child that leaves without having been told is started again, later and later while that goes on.
+4. A child that leaves without a signal to do so is started again, later and later while that goes on.
 5. Children leave with their parent, however it ended: their stdin is a pipe that ends when it does.
 
 The parent waits for signals and does nothing else: it needs neither an event loop nor the libraries of the gateway.
@@ -52,7 +52,7 @@ def listen_on(host: str, port: int) -> socket.socket:
 
 
 def adopt(listen_fd: int) -> socket.socket:
-    """In a child: the parent's socket. From now on this process is told to leave when its parent is gone."""
+    """In a child: the parent's socket. From now on this process gets SIGTERM when its parent is gone."""
     listener = socket.socket(fileno=listen_fd)
     # Started while the signals are still blocked, as they came from the parent: they are for the main thread.
     threading.Thread(target=_leave_with_parent, name="parent-watch", daemon=True).start()
@@ -140,7 +140,7 @@ class Processes:
                 child.process.send_signal(name)
 
     def _leave(self) -> None:
-        """Nobody is started any more. The children close the socket as they drain: this one's must not outlive it."""
+        """Start no child any more. Children close the socket as they drain: the parent's must not outlive theirs."""
         self._leaving = True
         self._listener.close()
         for child in self._children:

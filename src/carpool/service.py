@@ -50,7 +50,7 @@ EndpointsOf = Callable[[Model], MakeEndpoint]
 RATE_WEIGHT = 0.5
 # The longest that an endpoint is left alone between two probes.
 BREAKER_PAUSE_S_MAX = 4.0
-# How long a page that tells limits is waited for.
+# How long to wait for the page that states limits.
 INFO_TIMEOUT_S = 2.0
 QUARANTINED_SHOWN_MAX = 64
 # Between two attempts with `upstream.probe_input`.
@@ -248,7 +248,7 @@ class ModelService(ModelFace):
         self._busy_s_then = 0.0
 
     def lane_counts(self) -> LaneCounts:
-        """Who waits here, by lane."""
+        """The requests that wait here, by lane."""
         return self._broker.lane_counts(self.name, self.pool.batch_max(self.loop.max_batch))
 
     def quarantined_owners(self) -> set[tuple[str, str]]:
@@ -268,12 +268,12 @@ class ModelService(ModelFace):
         return self._waiting_elsewhere() + self._broker.all_waiting(self.name)
 
     def _waiting_elsewhere(self) -> int:
-        """How many wait where they are fetched from: those that are known, and those that came since, at this rate."""
+        """How many requests wait where they are fetched from: as last seen, and what came since at the present rate."""
         fetched = self._fetched
         return 0 if fetched is None else round(fetched.unread() + self.rate * fetched.unread_s())
 
     def _company_comes(self) -> bool:
-        """Whether requests that were cleared by a search should wait a moment for others, which are fetched."""
+        """Whether requests that a search has cleared should wait a moment for others, which are being fetched."""
         return self.dispatcher.isolation.running > 0 and self._waiting_elsewhere() > 0
 
     def free_slots(self) -> int:
@@ -390,12 +390,12 @@ class ModelService(ModelFace):
         )
 
     def mean_batch_size(self) -> float:
-        """Of all batches so far."""
+        """The mean size of all batches so far."""
         sizes = self.loop.batch_sizes
         return sizes.total / max(1, sum(sizes.counts))
 
     def quarantined_here(self) -> list[str]:
-        """The newest of those whom this process itself has found out."""
+        """The newest of the owners that this process itself has quarantined."""
         return self.quarantine.seen_at(self.name)[-QUARANTINED_SHOWN_MAX:]
 
     def measure(self, seconds: float) -> None:
@@ -460,7 +460,7 @@ class Told:
         self._future = future
 
     def settled(self, request: Request, outcome: Outcome) -> None:
-        """It has one."""
+        """The request has its outcome."""
         if not self._future.done():
             self._future.set_result(None)
 
@@ -483,7 +483,7 @@ def endpoint_maker(model: Model, session: MakeSession, clock: Clock) -> MakeEndp
             return SimulatedEndpoint(address.url, parse_sim_url(address.url), clock=clock)
         if upstream.protocol == "kserve_v2_grpc":
             return GrpcEndpoint(address.url, address.slots, upstream.answer_bytes_max, model.security, clock)
-        # Here: without a call over HTTP nobody waits for aiohttp at the start, nor keeps it in memory.
+        # Here: a process without calls over HTTP does not load aiohttp.
         from carpool.upstream.client import HttpEndpoint
 
         return HttpEndpoint(session(), *address, upstream.answer_bytes_max, credentials, upstream.load_header)

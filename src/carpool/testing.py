@@ -70,7 +70,7 @@ class ReceivedCall(msgspec.Struct, frozen=True):
 
 
 class FakeUpstream:
-    """An endpoint that does as it was told: `then` scripts the next calls, further ones echo their inputs.
+    """An endpoint that follows a script: `then` scripts the next calls, further ones echo their inputs.
 
     It speaks the plain JSON protocol, `{"inputs":[…]}` → `{"outputs":[…]}`, and like a real endpoint gives up with
     AttemptFailedError after the `timeout_s` of the call.
@@ -139,7 +139,7 @@ def echo(call: UpstreamCall) -> UpstreamResponse:
 
 
 class Witness:
-    """A waiter that writes down what it was told."""
+    """A waiter that writes down the outcomes it gets."""
 
     def __init__(self) -> None:
         # Outcomes by request id, in the order in which they came. More than one for an id is a defect.

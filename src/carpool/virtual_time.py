@@ -34,7 +34,7 @@ CANCELLED_KEPT = 1000
 
 
 class VirtualClock:
-    """A monotonic clock that stands still until it is told to move, or until something waits under `run`."""
+    """A monotonic clock that stands still until a test moves it, or until something waits under `run`."""
 
     def __init__(self, now: float = 1000.0) -> None:
         self.now = now
@@ -89,7 +89,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return timer
 
     def run_in_executor(self, executor: object, func: Callable[..., Any], *args: object) -> NoReturn:
-        """Refuse: nobody could say when, in virtual time, a thread has ended."""
+        """Refuse: there is no way to say when, in virtual time, a thread has ended."""
         raise RuntimeError("virtual time has no threads")
 
     def close(self) -> None:
@@ -122,4 +122,4 @@ class VirtualLoop(asyncio.BaseEventLoop):
             self._cancelled = 0
 
     def _write_to_self(self) -> None:
-        """There is nobody to wake: the loop never sleeps."""
+        """There is nothing to wake: the loop never sleeps."""

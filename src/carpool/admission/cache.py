@@ -3,15 +3,15 @@
 1. Two requests are the same if model, canonical parameters, what the protocol adds to the lane, and the input's bytes
    are; with `scope = "owner"` the owner too.
 2. Inside a process the key is all of that itself: nothing could be more exact, and Python's hash of it takes a third of
-   the time of a digest. Between processes it is a digest of 256 bits, over all of them with their lengths: nobody can
-   write one that reads as another. BLAKE2b, since it takes half of the time of a SHA-256 where the processor (or the
+   the time of a digest. Between processes it is a digest of 256 bits, over all of them with their lengths: no client
+   can write one that reads as another. BLAKE2b, as it takes half of the time of a SHA-256 where the processor (or the
    virtual machine) has no instructions for that, and a microsecond more where it has.
 3. A result is kept for `ttl_s`, counted from when it came. Only outputs are kept, never errors.
-4. What is kept is bounded in bytes, with its key and what Python needs for it. Those that were unused for longest go
+4. What is kept is bounded in bytes, with its key and what Python needs for it. Results that were unused for longest go
    first, a page at a time.
 
-Inputs and outputs are written one behind the other into pages, and a page that is dropped is written anew: where nobody
-asks twice, a result costs two copies of its bytes. As objects of their own, thousands a second that live for long cost
+Inputs and outputs are written one behind the other into pages, and a page that is dropped is written anew: where no
+input comes twice, a result costs two copies of its bytes. As objects of their own, thousands a second that live on cost
 three times as much: each is memory that no cache of the processor has any more when it is freed.
 """
 
@@ -31,9 +31,9 @@ ENTRY_BYTES = 480
 # A page is so large, but for small caches, which have this many; a result that is larger has one of its own.
 PAGE_BYTES = 1024 * 1024
 PAGES_MIN = 16
-# So much of a page may be left of an older one.
+# The share of a page that may still be memory of an older page, beyond what is written.
 LEFT_OVER_MAX = 1 / 8
-# What is before the input in a digest is remembered if it is no longer: clients write it.
+# The part before the input in a digest is remembered if it is no longer than this: clients write it.
 BEGINNING_BYTES_MAX = 1024
 
 
@@ -117,7 +117,7 @@ class ResultCache:
         return output
 
     def keep(self, key: SameKey, output: Output, now: float, age_s: float = 0.0) -> None:
-        """Keep a result that came `age_s` ago, in place of an older one; not one that would take all the room."""
+        """Keep a result that came `age_s` ago, in place of an older one, unless it would take all the room."""
         value = output.value
         rest: tuple[str, bytes, bytes, str] | None
         if isinstance(key, bytes):
@@ -131,7 +131,7 @@ class ResultCache:
         page = self._pages[-1]
         if page.bytes + size > self._page_bytes and page.bytes:
             page = self._begin_page()
-        while self.bytes + size > self._bytes_max:  # the one that is written to is never among them
+        while self.bytes + size > self._bytes_max:  # the page that is written to is never among them
             self._drop(self._pages.popleft())
         start, data = page.end, page.data
         middle = start + data.write(content)

@@ -1,14 +1,14 @@
-"""Who asks, where a credential is asked for: an API key or a JSON Web Token.
+"""Which caller asks, where a credential is needed: an API key or a JSON Web Token.
 
-1. `Authorization: Bearer …` has a key or a token, `X-API-Key: …` a key. Both headers at once are refused: nobody could
-   say which of the two was meant. A key may have any form, so what is no known key may be a token.
-2. Whatever is wrong with a credential, its client is told the same.
+1. `Authorization: Bearer …` has a key or a token, `X-API-Key: …` a key. Both headers at once are refused: the gateway
+   cannot know which of the two was meant. A key may have any form, so what is no known key may be a token.
+2. Whatever is wrong with a credential, its client gets the same error.
 3. Keys are found by their SHA-256; there is nothing else to compare them with. The digest that was found is compared
    in constant time.
 4. What was verified is remembered by the header that it came in, until it is over, is revoked, or the keys that sign
    tokens change; so many of them at most, the oldest go. Not by a digest: that of a token takes longer than all the
    rest of admission, and the bytes of a header that a connection sends each time are hashed but once. Python's own
-   hash has a key that nobody knows, so how long a look takes tells nothing.
+   hash has a secret key, so how long a lookup takes tells nothing.
 5. While the stored keys have not been read yet, what is no known key and no token gets a 503: it may well be good.
 6. A Caller is made once for each credential. The limits are the key's own, else its tier's.
 """
@@ -50,7 +50,7 @@ class Known(NamedTuple):
     caller: Caller
     # The wall clock's time from which on it is not.
     until: float
-    # Of a key.
+    # The digest of a key; b"" for a token.
     digest: bytes = b""
 
 
@@ -67,7 +67,7 @@ class Remembered:
         return len(self._known)
 
     def add(self, header: bytes, known: Known) -> None:
-        """Remember one that is not, or not as that, known yet."""
+        """Remember a header that is not known yet, or stands for something else now."""
         if self._known.pop(header, None) is None:
             self._bytes += len(header)
         self._known[header] = known
@@ -131,7 +131,7 @@ class Credentials:
         self._bearers.clear()
 
     def identify(self, headers: dict[bytes, bytes], peer: Peer | None = None) -> Caller:
-        """The caller with these headers, whoever the peer is: its next request may have others. Raises why not."""
+        """The caller with these headers. The peer does not matter: its next request may have others. Raises why not."""
         given, remembered = headers.get(b"authorization"), self._bearers
         if given is None:
             given, remembered = headers.get(b"x-api-key"), self._api_keys
@@ -213,17 +213,17 @@ class Credentials:
 
 
 def limit_or_none(limit: RateLimit) -> RateLimit | None:
-    """None where nothing is limited, so that nobody need count."""
+    """None where nothing is limited, so that requests need not be counted."""
     return limit if limit.per_minute or limit.concurrent else None
 
 
 def refusal() -> CarpoolError:
-    """What everybody is told whose credential is not valid (rule 2)."""
+    """The error for every client whose credential is not valid (rule 2)."""
     return Unauthorized(
         "send a valid credential: `Authorization: Bearer <API key or token>`, or `X-API-Key: <API key>`"
     )
 
 
 def not_known_yet() -> CarpoolError:
-    """What is told while nobody can say whether a key is valid."""
+    """The error while the gateway cannot know whether a key is valid (rule 5)."""
     return BrokerDown("API keys cannot be checked right now; try again soon", retry_after_s=1)

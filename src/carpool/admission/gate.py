@@ -1,4 +1,4 @@
-"""Who comes in: credential → rate limit → shed → permit. Nothing past the gate is refused for load.
+"""Which requests come in: credential → rate limit → shed → permit. Nothing past the gate is refused for load.
 
 Where no credential is asked for, a caller is its address (owners.py), of the lowest tier. The permit is the broker's
 bound.
@@ -25,7 +25,7 @@ from carpool.core.ports import (
 )
 from carpool.core.request import Request
 
-# Nobody is shed.
+# No request is shed.
 NO_SHEDDERS: Mapping[str, LoadShedder] = {}
 
 
@@ -44,7 +44,7 @@ class Gate:
         clock: Clock = monotonic,
         credentials: Credentials | None = None,
         *,
-        # For those without a credential; None: they have no limit.
+        # The limit of callers where no credential is asked for; None: they have none.
         anonymous: RateLimit | None = None,
         rates: RateLimits | None = None,
         # How many gateways share the requests that an owner may have at once.
@@ -54,7 +54,7 @@ class Gate:
         self._tasks = tasks
         # By model.
         self._upstreams = upstreams
-        # By model as well; none where nobody is shed.
+        # By model as well; none where no request is shed.
         self._shedders = shedders
         self.early: EarlyRefusals | None = (
             EarlyShedder(next(iter(shedders.values())), clock) if len(shedders) == 1 and decides_early else None
@@ -91,7 +91,7 @@ class Gate:
         return self._permits.give(request, concurrent)
 
     def hold_all(self, requests: Sequence[Request], concurrent: int) -> CarpoolError | None:
-        """The same for those of one call: all of them, or none."""
+        """The same for the requests of one call: all of them, or none."""
         return self._permits.give_all(requests, concurrent)
 
     def admit(self, request: Request) -> CarpoolError | None:
@@ -117,7 +117,7 @@ class Gate:
         return self._broker.submit(request)
 
     def judge_all(self, requests: Sequence[Request]) -> CarpoolError | None:
-        """Why those of one call are not let in, all of them; if they are, each still has to be, with `admit`."""
+        """Why the requests of one call are not let in, all of them; if they are, `admit` still has to let each in."""
         first = requests[0]
         upstream = self._upstreams[first.model]
         # Once for all: the first of them may take the only probe, by which the endpoint is down for the others.
@@ -143,7 +143,7 @@ class Gate:
         refusal: CarpoolError | None = leaving() if self.closed else None
         shedder = self._shedders.get(request.model)
         if refusal is None and shedder is not None and request.own_timeout_s and request.result is None:
-            # With a result it would wait for nothing.
+            # A task that has its result already does not wait for a slot.
             seconds = request.deadline - request.arrived - shedder.call_s
             refusal = shedder.refusal_by_deadline(request.tier, request.owner, request.arrived, seconds)
         if refusal is not None:
@@ -153,7 +153,7 @@ class Gate:
 
 
 class EarlyShedder:
-    """Refuses early: where there is one model, and no result that was kept, the body need not be read for that."""
+    """Refuses before the body is read: possible where there is one model, and no results are kept."""
 
     def __init__(self, shedder: LoadShedder, clock: Clock) -> None:
         self._shedder = shedder
@@ -171,12 +171,12 @@ def is_closed_to(request: Request, upstream: Availability) -> bool:
 
 
 def upstream_down(upstream: Availability) -> UpstreamDown:
-    """What is told while no endpoint may be called."""
+    """The error while no endpoint may be called."""
     failed = "has answered no call well so far" if upstream.has_never_worked() else "failed the last calls to it"
     text = f"the inference API {failed}, and is left alone for a moment; try again soon, or submit a task"
     return UpstreamDown(text, retry_after_s=upstream.retry_after_s())
 
 
 def leaving() -> Draining:
-    """What is told to those who come too late."""
+    """The error for requests that come when the gateway shuts down."""
     return Draining("this gateway is shutting down; connect again to reach another one", retry_after_s=1)

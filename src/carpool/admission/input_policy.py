@@ -2,10 +2,10 @@
 
 1. Patterns see what the model's JSON parser would see: every string of input and parameters, names in objects too, with
    its escapes undone. Of names that stand twice in an object, both are looked at. Numbers are no texts. Binary input
-   towards JSON upstreams is its base64 text, and nobody looks into that; of packed tensors, names and the elements of
-   BYTES are looked at, whatever bytes they are.
-2. All texts of a request are one text, each on a line of its own, in their order; `^` and `$` are those of lines. One
-   that is cut up into an array is found by a pattern that allows for white space.
+   towards JSON upstreams is its base64 text, which is not decoded for this; of packed tensors, names and the elements
+   of BYTES are looked at, whatever bytes they are.
+2. All texts of a request are one text, each on a line of its own, in their order; `^` and `$` are those of lines. A
+   text that is cut up into an array is found by a pattern that allows for white space.
 3. RE2 takes time in proportion to the text, whatever the pattern, and bounded memory. Its fallback for patterns that
    need more is slower, and still linear: nothing passes because memory was short.
 4. A refusal names the rule, never the text.
@@ -80,7 +80,7 @@ def text_of(value: bytes) -> bytes:
 
 
 def compile_patterns(patterns: Sequence[str]) -> list[Callable[[bytes], bool]]:
-    """One function for each, which tells whether it is found in a text; raises BadPatternError."""
+    """One function for each pattern, which says whether it is found in a text; raises BadPatternError."""
     found = []
     for number, pattern in enumerate(patterns, 1):
         try:
@@ -94,7 +94,7 @@ def compile_patterns(patterns: Sequence[str]) -> list[Callable[[bytes], bool]]:
 
 
 def finder_of_any(patterns: Sequence[str], finders: Sequence[Callable[[bytes], bool]]) -> Callable[[bytes], bool]:
-    """Tells whether one of them is found in a text."""
+    """A function that says whether any of these patterns is found in a text."""
     try:
         return finder_of("|".join(f"(?:{pattern})" for pattern in patterns))
     except BadPatternError:  # too large together, or groups with the same name
@@ -102,7 +102,7 @@ def finder_of_any(patterns: Sequence[str], finders: Sequence[Callable[[bytes], b
 
 
 def finder_of(pattern: str) -> Callable[[bytes], bool]:
-    """Tells whether a pattern is found in a text; raises BadPatternError."""
+    """A function that says whether a pattern is found in a text; raises BadPatternError."""
     try:
         import re2
     except ImportError:

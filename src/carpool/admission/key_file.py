@@ -2,8 +2,8 @@
 
 1. The gateway never writes and holds no lock while it does not read: it looks at the file's own count of changes, a few
    bytes, and reads the rest when that is another one. What cannot be read now is tried again at the next look, and
-   what was read last stays. Somebody else's tool, as for backups, may have given the file a write-ahead log: then that
-   count stands still, and another one is beside the file.
+   what was read last stays. Another tool, as for backups, may have given the file a write-ahead log: then that count
+   stands still, and another one is beside the file.
 2. Only its owner may read the file. A key itself is never in it.
 """
 
@@ -21,7 +21,7 @@ logger = logging.getLogger("carpool")
 FILE_NAME = "keys.db"
 APPLICATION_ID = 0x43504C4B  # "CPLK" in the file's header
 BUSY_S = 5.0
-# The gateway does not wait for whoever writes: it looks again soon.
+# The gateway does not wait for a process that writes: it looks again soon.
 LOOK_BUSY_S = 0.05
 # Where SQLite counts the changes of a file that has no write-ahead log; and of one that has, in the file beside it.
 _CHANGES_AT, _CHANGES_END = 24, 28
@@ -64,7 +64,7 @@ class KeyFile:
             return decode_keys(body for (body,) in database.execute("SELECT body FROM keys ORDER BY name"))
 
     def version(self) -> bytes:
-        """Another one after each change; b"" while there is no file."""
+        """A text that differs after each change; b"" while there is no file."""
         try:
             with self._path.open("rb") as file:
                 start, about = file.read(_CHANGES_END), os.fstat(file.fileno())
@@ -72,11 +72,11 @@ class KeyFile:
             return b""
         except OSError as failure:
             raise KeyStoreError(f"{self._path}: {failure.strerror}") from None
-        # The time for what changes without being counted: a log that was written back, a copy that was put in place.
+        # The file's time shows changes that are not counted: a log that was written back, a copy put in its place.
         return b"%d %d " % (about.st_ino, about.st_mtime_ns) + start[_CHANGES_AT:] + self._log_index()
 
     def _log_index(self) -> bytes:
-        """What counts the changes in the write-ahead log; b"" if there is none, or nobody has it open."""
+        """What counts the changes in the write-ahead log; b"" if there is none, or no process has it open."""
         try:
             with self._path.with_name(f"{self._path.name}-shm").open("rb") as file:
                 return file.read(_LOG_INDEX_BYTES)
@@ -86,7 +86,7 @@ class KeyFile:
     def _make(self) -> None:
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            # Before SQLite opens it, so that nobody else ever may; and somebody may have loosened it.
+            # Before SQLite opens it, so that no other user ever can; and its permissions may have been loosened since.
             file = os.open(self._path, os.O_CREAT | os.O_RDWR, 0o600)
             try:
                 os.fchmod(file, 0o600)

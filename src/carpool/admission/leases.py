@@ -1,24 +1,24 @@
 """One owner's rate limit at one of several gateways: what it may let in without asking the budget that all share. Pure.
 
 The budget is a bucket as in limits.py, with `burst` places and a slack. A gateway lets requests in without asking by
-a lease: so many may be used within a second. A lease takes nothing from the bucket; what was used of it is told, and
-taken then. If a gateway never tells (it died), the budget takes all of its lease.
+a lease: so many may be used within a second. A lease takes nothing from the bucket; the gateway reports what it used,
+and the budget takes that then. If a gateway never reports (it died), the budget takes all of its lease.
 
 1. All leases of an owner together are at most 1.5 % of its limit, the slack is 2.5 %. The bucket never has less than
    minus what may be leased, counting all leases as used. So in any 60 s at most `per_minute` + `burst` + 5 % come in,
    at any number of gateways: what the bucket had, what came back in that time, what was leased, and up to 1 % for
    answers that were on their way (0.5 s).
-2. What is told late is taken late, and the bucket may have been full meanwhile. It can lose no more by that than was
-   leased, and the slack is more. So whoever keeps to `per_minute` and `burst`, as one bucket would count it, is never
-   refused, through whichever gateways its requests go. The rest of the slack is for requests that wait for the answer.
+2. What is reported late is taken late, and the bucket may have been full meanwhile. It can lose no more by that than
+   was leased, and the slack is more. So an owner that keeps to `per_minute` and `burst`, as one bucket would count it,
+   is never refused, whichever gateways it uses. The rest of the slack is for requests that wait for the answer.
 3. Before a gateway refuses, it asks. When the budget has said for how long there is nothing, it does not ask again
    before: until then nothing can come back.
-4. There is one question at a time for each owner. If its answer does not come, what is leased is forgotten here, and
-   the budget is told to take all of it.
+4. There is one question at a time for each owner. If its answer does not come, this gateway forgets what it had leased,
+   and has the budget take all of it.
 5. A call of k inputs is one: it takes k places of the lease, or the budget is asked. In the budget, as in limits.py,
-   one of more than `burst` needs all of the burst, and takes k: what is missing then is a debt. A question is for calls
-   that count the same; the others wait for the next one. Who needs more places than there can be yet is refused without
-   asking, but once a second somebody asks all the same: the budget may have forgotten a debt.
+   a call of more than `burst` needs all of the burst, and takes k: what is missing then is a debt. A question is for
+   calls that count the same; others wait for the next one. A call that needs more places than there can be yet is
+   refused without asking, but once a second the budget is asked all the same: it may have forgotten a debt.
 """
 
 from math import ceil
@@ -32,7 +32,7 @@ LEASE_S = 1.0
 RENEW_S = 0.4
 # So long the budget remembers a lease of which it hears nothing.
 LEASE_KEPT_S = 3.0
-# Rule 5: for so long nobody asks for a call of several after an answer that left too little.
+# Rule 5: for so long the gateway does not ask for a call of several after an answer that left too little.
 ASK_AGAIN_S = 1.0
 # A rate is not measured over less.
 MEASURED_S_MIN = 0.05
@@ -72,9 +72,9 @@ class Lease:
         self.limit = limit
         self._interval_s = WINDOW_S / limit.per_minute
         self._slack_s = slack(limit.per_minute) * self._interval_s
-        # What callers are told while the burst is whole: most of them.
+        # The headers for callers while the burst is whole: those of most answers.
         self._whole_lines = limit_lines(limit.per_minute, limit.burst, 0.0)
-        # How many may come in without asking, until `_ends_at`; how many of the lease were used and not told.
+        # How many may come in without asking, until `_ends_at`; how many of the lease were used and not reported.
         self.left = 0
         self._used = 0
         self._ends_at = 0.0
@@ -85,7 +85,7 @@ class Lease:
         # What came in since the last question, for the next lease.
         self._asked_at = float("-inf")
         self._entered = 0
-        # As it was told last: when the bucket is full, at the earliest and at the latest; and what was used since.
+        # As the budget said last: when the bucket is full, at the earliest and at the latest; and what was used since.
         self._full_from = 0.0
         self._full_at = 0.0
         self._used_since = 0
@@ -100,12 +100,12 @@ class Lease:
 
     @property
     def longest_over_s(self) -> float:
-        """No longer is there nothing in the bucket, whatever an answer says. A place more than that."""
+        """The longest that the bucket can stay empty, whatever an answer says, and the time of one more place."""
         per_minute = self.limit.per_minute
         return (leased_max(per_minute) + 2) * WINDOW_S / per_minute
 
     def enter(self, now: float) -> bytes | None:
-        """Let one request in without asking: what its caller is told; None if that is not possible."""
+        """Let one request in without asking: the headers for its caller; None if that is not possible."""
         if not self.left or now >= self._ends_at:
             return None
         self.left -= 1
@@ -136,15 +136,15 @@ class Lease:
         return now < min(room_at, self._asked_at + ASK_AGAIN_S)
 
     def is_due(self, now: float) -> bool:
-        """Whether it is time to tell what was used."""
+        """Whether it is time to report what was used."""
         return now >= self._ends_at - RENEW_S
 
     def is_open(self) -> bool:
-        """Whether there is something to tell, one day."""
+        """Whether something is leased, or was used and is yet to be reported."""
         return bool(self.left or self._used)
 
     def is_forgettable(self, now: float) -> bool:
-        """Whether a new one would be as good."""
+        """Whether a new lease would be as good."""
         return not self.is_open() and now >= self.over_until and now >= self._unknown_until
 
     def ask(self, owner: str, need: int, now: float, cost: int = 1, *, is_last: bool = False) -> RateAsk:
@@ -178,19 +178,19 @@ class Lease:
             self.over_until = self._asked_at + min(over_s, self.longest_over_s)
 
     def failed(self, now: float) -> None:
-        """No answer came: it may have been heard, or not."""
+        """No answer came: the budget may have got the question, or not."""
         self.left = self._used = 0
         self._unknown_until = now + LEASE_KEPT_S
 
-    # What callers are told.
+    # What callers get to read.
 
     def lines(self, now: float) -> bytes:
-        """For one that came in."""
+        """The headers for a request that came in."""
         limit, missing_s = self.limit, self._missing_s(now)
         return limit_lines(limit.per_minute, limit.burst - int(missing_s / self._interval_s + 0.999), missing_s)
 
     def refusal(self, now: float, cost: int = 1) -> RateLimited:
-        """For one that did not."""
+        """The error for a call that did not come in."""
         wait_s = max(self.over_until - now, self._wait_s(now, cost), ROUNDING_S)
         return over_limit(self.limit, wait_s, max(self._missing_s(now), wait_s), cost)
 

@@ -4,15 +4,15 @@ An owner has a bucket of `burst` places. Each request takes one; one comes back 
 of k inputs takes k, or comes in not at all. So
 
 1. at most `burst` come in at once, and in any 60 s at most `per_minute` + `burst`;
-2. whoever keeps to that is never refused;
+2. an owner that keeps to that is never refused;
 3. a refusal takes nothing;
-4. a call of more than `burst` comes in when the bucket is full, and leaves a debt: nobody else of its owner comes in
+4. a call of more than `burst` comes in when the bucket is full, and leaves a debt: no other call of its owner comes in
    until that is paid. In rule 1 such a call stands in the place of `burst`;
-5. what was taken under another limit counts for an empty bucket at most: whoever gets a higher limit may use it. That
-   is a bucket of its own, until the other one is full: who comes now with one limit, now with the other (an owner with
-   two keys) has both, and a limit that is soon full again does not fill the other.
+5. what was taken under another limit counts for an empty bucket at most: an owner that gets a higher limit may use it.
+   That is a bucket of its own, until the other one is full: an owner that comes now with one limit, now with the other
+   (it has two keys) has both, and a limit that is soon full again does not fill the other.
 
-A bucket is one number: the time at which it will be full again. One that is full need not be remembered.
+A bucket is one number: the time at which it will be full again. A full bucket need not be remembered.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,7 +30,7 @@ ROUNDING_S = 1e-6
 # Buckets that are remembered at most: beyond, the oldest ones count as full.
 OWNERS_MAX = 200_000
 TIDY_FROM = 1024
-# Texts that are written once: most callers are told what others were told a moment ago.
+# Texts that are written once: most callers get the same text as others did a moment ago.
 LINES_KEPT = 4096
 
 
@@ -42,7 +42,7 @@ class Buckets:
         # When each will be full again.
         self._full_at: dict[str, float] = {}
         self._tidy_above = min(TIDY_FROM, owners_max)
-        # The same of those that are apart from these (rule 5), or in debt (rule 4): owner, time for a place, places.
+        # The same of buckets of their own (rule 5), or in debt (rule 4), by owner, time for a place, and places.
         self._apart: dict[tuple[str, float, int], float] = {}
         self._tidy_apart_above = TIDY_FROM
 
@@ -50,7 +50,7 @@ class Buckets:
         return len(self._full_at) + len(self._apart)
 
     def take(self, owner: str, now: float, interval_s: float, capacity: int) -> float:
-        """Take a place, and tell the seconds until the bucket is full; or if there is none, minus those until one is.
+        """Take a place, and return the seconds until the bucket is full; if there is none, minus those until one is.
 
         A place comes back every `interval_s`.
         """
@@ -96,7 +96,7 @@ class Buckets:
         return full_at
 
     def _tidy_apart(self, now: float) -> None:
-        """Forget those without a debt whose owner's other bucket is full."""
+        """Forget the buckets without a debt whose owner's other bucket is full."""
         kept = {
             (owner, interval_s, capacity): at
             for (owner, interval_s, capacity), at in self._apart.items()
@@ -106,7 +106,7 @@ class Buckets:
         self._tidy_apart_above = max(TIDY_FROM, 2 * len(self._apart))
 
     def _tidy(self, now: float) -> None:
-        """Forget those that are full; only from time to time, when there are twice as many as were left."""
+        """Forget the full buckets; only from time to time, when there are twice as many as were left."""
         kept = {owner: full_at for owner, full_at in self._full_at.items() if full_at > now}
         if len(kept) > self._owners_max:
             for owner in list(kept)[: len(kept) - self._owners_max // 2]:
@@ -154,12 +154,12 @@ class LocalLimits:
         return WINDOW_S / limit.per_minute * sharers, max(1, limit.burst // sharers)
 
     def when_known(self, caller: Caller, known: Callable[[LimitVerdict], None], cost: int = 1) -> None:
-        """Nobody has to wait here."""
+        """Never called: no caller has to wait here."""
         raise AssertionError("enter always knows")
 
 
 def limit_lines(per_minute: int, left: int, full_s: float) -> bytes:
-    """What a caller is told: its limit, how many could come now, and seconds until it has all of its burst again."""
+    """The headers for a caller: its limit, how many could come now, and seconds until it has all of its burst again."""
     return _lines(per_minute, left if left > 0 else 0, ceil(full_s))
 
 
@@ -171,14 +171,14 @@ def _lines(per_minute: int, left: int, full_s: int) -> bytes:
 
 
 def over_limit(limit: RateLimit, wait_s: float, full_s: float, cost: int = 1) -> RateLimited:
-    """What a caller is told who may come in again, with a call that counts as `cost`, after `wait_s`."""
+    """The error for a caller that may come in again, with a call that counts as `cost`, after `wait_s`."""
     retry_after_s = ceil(wait_s - ROUNDING_S)
     return _over_limit(limit.per_minute, retry_after_s if retry_after_s > 1 else 1, ceil(full_s), cost)
 
 
 @lru_cache(LINES_KEPT)
 def _over_limit(per_minute: int, retry_after_s: int, full_s: int, cost: int) -> RateLimited:
-    """One for all who are told the same, so that its answer is written once. It is returned, never raised."""
+    """One error for all callers that get the same, so that its answer is written once. It is returned, never raised."""
     counted = "" if cost == 1 else f", and this call counts as {cost}"
     return RateLimited(
         f"over the limit of {per_minute} requests a minute{counted}; try again when Retry-After is over",
@@ -188,7 +188,7 @@ def _over_limit(per_minute: int, retry_after_s: int, full_s: int, cost: int) -> 
 
 
 class Permits:
-    """How many requests each owner has at once. Who has none is not remembered."""
+    """How many requests each owner has at once. An owner with none is not remembered."""
 
     def __init__(self, sharers: Callable[[], int] = one) -> None:
         # Among so many processes what an owner may have is divided.
@@ -199,7 +199,7 @@ class Permits:
         return len(self._by_owner)
 
     def give_all(self, requests: Sequence[Request], concurrent: int) -> CarpoolError | None:
-        """Count those of one call, all or none. A call of more than an owner may have is let in where it has none."""
+        """Count the requests of one call, all or none. A call over the owner's limit comes in where it has none."""
         owner = requests[0].owner
         permit = self._by_owner.get(owner)
         if permit is None:
@@ -227,7 +227,7 @@ class Permits:
 
 
 def too_many_at_once(concurrent: int) -> RateLimited:
-    """What an owner is told that has as many as it may."""
+    """The error for an owner that has as many requests as it may."""
     return RateLimited(
         f"at most {concurrent} requests of yours may wait or run at once; wait for an answer first", retry_after_s=1
     )
@@ -244,7 +244,7 @@ class OwnerPermit:
         self.held = 0
 
     def give_back(self) -> None:
-        """One of them was settled."""
+        """One request of this owner was settled."""
         self.held -= 1
         if not self.held:
             del self._by_owner[self._owner]

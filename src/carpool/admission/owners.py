@@ -1,4 +1,4 @@
-"""Whom a request counts for while there are no credentials: the client's address. Pure.
+"""The owner that a request counts for where there are no credentials: the client's address. Pure.
 
 1. It is the address of the TCP peer, unless that is a trusted proxy. Then it is the rightmost address of
    `X-Forwarded-For` that is not a trusted proxy itself: a proxy that we trust has seen that one. What stands left of it
@@ -6,7 +6,7 @@
 2. Where that header is missing, or has something else than an address there, it is the peer's address after all.
 3. An IPv6 address counts as its /64, for one client usually has all of it; an IPv4 address that is written as IPv6
    (`::ffff:192.0.2.1`) counts as IPv4.
-4. A peer without an address (a Unix socket) is nobody: "".
+4. A peer without an address (a Unix socket) has the owner "".
 """
 
 import re
@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from functools import lru_cache
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
 
-# Of a longer header only the end is looked at, so that nobody can make us look for long.
+# Of a longer header only the end is looked at, so that no client can make the gateway look for long.
 FORWARDED_BYTES_MAX = 256
 # Headers that are understood once: behind a proxy a client sends the same one with each request.
 FORWARDED_KEPT_MAX = 4096
@@ -47,7 +47,7 @@ class Owners:
     def behind(self, forwarded: bytes) -> str:
         """The owner that the `X-Forwarded-For` of a trusted proxy tells of; "" if it tells of none."""
         if len(forwarded) > FORWARDED_BYTES_MAX:
-            # Without the first of what is left: one that was cut might read as another address.
+            # Without the first address of what is left: if the cut went through it, it might read as another one.
             forwarded = forwarded[-FORWARDED_BYTES_MAX:].partition(b",")[2]
         return self._find_behind_once(forwarded)
 

@@ -1,7 +1,7 @@
 """The rate limits of a gateway that is one of several (core.ports.RateLimits): mostly by leases (leases.py).
 
-Whoever is not covered by one waits for the answer of the budget that all gateways share. All that is to be asked in one
-turn of the event loop is asked together. While the budget cannot be reached, this gateway has its part of each limit.
+A call that no lease covers waits for the answer of the budget that all gateways share. The questions of one turn of the
+event loop are asked together. While the budget cannot be reached, this gateway has its part of each limit.
 """
 
 from collections.abc import Callable
@@ -12,31 +12,31 @@ from carpool.core.clock import Clock, monotonic
 from carpool.core.ports import Caller, LimitVerdict, RateBudget, RateLimit, RateTold
 from carpool.core.timers import Every, OncePerTurn
 
-# How often leases are looked at that are about to end.
+# How often the gateway looks for leases that are about to end.
 LOOK_S = 0.2
 TIDY_FROM = 1024
 # With more than so many, less is remembered of each.
 OWNERS_MAX = 100_000
 
 Known = Callable[[LimitVerdict], None]
-# Who waits, for what, and as how many it counts.
+# The caller that waits, what is called with the answer, and as how many the call counts.
 Waiting = tuple[Caller, Known, int]
 
 
 class Account:
-    """One owner under one limit (core.ports.Caller.account): its lease, and who waits."""
+    """One owner under one limit (core.ports.Caller.account): its lease, and its calls that wait."""
 
     __slots__ = ("asking", "lease", "waiting")
 
     def __init__(self, limit: RateLimit) -> None:
         self.lease = Lease(limit)
-        # Those who wait for the answer to the question that is out (None: there is none), who count the same; and for
-        # the next ones.
+        # Calls that wait for the answer to the question that is out (None: there is none), and count the same; and
+        # calls that wait for the next question.
         self.asking: list[Waiting] | None = None
         self.waiting: list[Waiting] = []
 
     def is_quiet(self) -> bool:
-        """Whether nobody waits, and nothing is leased."""
+        """Whether no call waits, and nothing is leased."""
         return self.asking is None and not self.waiting and not self.lease.is_open()
 
 
@@ -58,7 +58,7 @@ class SharedLimits:
         self._alone = LocalLimits(clock, sharers)
         self._accounts: dict[str, Account] = {}
         self._tidy_above = TIDY_FROM
-        # Owners with a lease, the one that ends first before the others; owners that are asked for in this turn.
+        # Owners with a lease, in the order in which these end; owners about whom the budget is asked in this turn.
         self._leased: dict[str, None] = {}
         self._due: dict[str, None] = {}
         self._flush = OncePerTurn(self._ask)
@@ -75,7 +75,7 @@ class SharedLimits:
         self._looks.start()
 
     def close(self) -> None:
-        """Tell what was used, and give up what is leased."""
+        """Report what was used, and give up what is leased."""
         self._looks.stop()
         asks = []
         for owner in self._leased:
@@ -104,7 +104,7 @@ class SharedLimits:
             return lease.refusal(now)
         if not self._is_reachable():
             return self._alone.enter(caller)
-        # More than these do not come in, whatever the answer is: so what waits is bounded.
+        # More calls than this do not come in, whatever the answer is: so what waits is bounded.
         return None if len(account.waiting) < lease.capacity else lease.refusal(now)
 
     def enter_many(self, caller: Caller, cost: int) -> LimitVerdict | None:
@@ -141,7 +141,7 @@ class SharedLimits:
         return account
 
     def _tidy(self, now: float) -> None:
-        """Forget those of whom nothing is to be remembered; where many are left, also until when there is nothing."""
+        """Forget quiet accounts whose lease holds nothing to remember; where many are left, all quiet ones."""
         accounts = self._accounts
         quiet = [owner for owner, each in accounts.items() if each.is_quiet()]
         for owner in quiet:
@@ -155,7 +155,7 @@ class SharedLimits:
     # Questions and answers.
 
     def _look(self) -> None:
-        """Tell of leases that are about to end."""
+        """Ask about leases that are about to end."""
         now = self._clock()
         for owner in self._leased:
             if not self._accounts[owner].lease.is_due(now):
@@ -199,10 +199,10 @@ class SharedLimits:
         self._go_on(account)
 
     def _go_on(self, account: Account) -> None:
-        """See to those who came while the question was out."""
+        """Let in, refuse or ask for the calls that came while the question was out."""
         waiting, account.waiting = account.waiting, []
         for caller, known, cost in waiting:
-            # As if it came now: who is told goes on at once, and others who come by that may have this one forgotten.
+            # As if it came now: `known` runs its caller at once, and calls that come by that may forget this account.
             entry = self.enter(caller) if cost == 1 else self.enter_many(caller, cost)
             if entry is None:
                 self.when_known(caller, known, cost)

@@ -1,35 +1,35 @@
-"""The load shedder of one model: who would wait too long is refused at once. Pure: `now` is an argument.
+"""The load shedder of one model: a request that would wait too long is refused at once. Pure: `now` is an argument.
 
 1. How long a request of a tier would wait for a slot: the work ahead of it in its order, and what overtakes it
-   meanwhile, divided by the capacity (healthy slots x batch / seconds a batch takes). Whoever would wait longer than
-   its tier's `wait_max` is refused. So the lowest tier goes first: everything is ahead of it.
-2. The rule is turned around: a tier has *room* for so many more. Rooms are counted anew every few milliseconds, from
+   meanwhile, divided by the capacity (healthy slots x batch / seconds a batch takes). A request that would wait longer
+   than its tier's `wait_max` is refused. So the lowest tier is refused first: everything is ahead of it.
+2. The rule is turned around: a tier has *headroom* for so many more. That is counted anew every few milliseconds, from
    what truly waits; in between each admission takes a place. So most requests cost one comparison. While no tier has
-   used half of its room, a count may be older: it is one of too little room, and none is refused by it.
-3. Where a tier has no room, an owner is asked for its own wait: inside a tier owners are served in turn, so one that
-   has little waiting stands behind as much of each other owner, and not behind all that the busiest of them has.
+   used half of its headroom, a count may be older: it shows too little headroom, and no request is refused by it.
+3. Where a tier has no room, the wait of the request's owner counts: inside a tier owners are served in turn, so an
+   owner with few requests waits behind as many of each other owner, not behind all that the busiest of them has.
 4. Bursts are served, standing queues are cut. The queue of a tier and those above it stands while more of them wait
-   than a batch takes, and for a second after the last refusal: one that is short because the shedder cuts it still
+   than a batch takes, and for a second after the last refusal: a queue that is short because the shedder cuts it still
    stands. In its first second a request for which there is no room may come in late: it may wait for as long as its
-   time in the queue, less one call. Over the next second that falls in a line to its tier's `wait_max`. All of its tier
-   and of higher ones who come in time go before it, so it takes nothing from them; lower tiers count it as ahead of
-   them. While it waits its owner comes in late, too, behind its own, or not at all; others of its tier come in time by
-   their share of the owners. It is let in where there is time for it, behind all that wait and all that are expected to
-   go before it; each of many gateways has an equal part, or one by what comes to it if that is more. Until a call has
-   ended, one is taken to need twice what the oldest has needed so far; while none runs nothing is known, and nobody is
-   refused.
+   time in the queue, less one call. Over the next second that falls linearly to its tier's `wait_max`. Requests of its
+   tier and above that come in time go before it, so it takes nothing from them; lower tiers count it as ahead of them.
+   While it waits, its owner's next requests come in late, too, behind it, or not at all; other owners of its tier come
+   in time by their share of the owners. It is let in where there is time for it, behind all that wait and all that are
+   expected to go before it; each of many gateways has an equal part, or one by what comes to it if that is more. Until
+   a call has ended, one is taken to need twice what the oldest has needed so far; while none runs nothing is known, and
+   no request is refused.
 5. An estimate may be wrong. If even the shortest wait that was seen in a while is longer than the tier may wait, the
    capacity is trusted less, until it is not (as CoDel does it).
-6. The lowest tier always has headroom for its minimum share: it must not starve while others use everything.
+6. The lowest tier always has headroom for its minimum share: it must not starve while other tiers use everything.
 7. `thresholds` is the simple way: by how many wait, and by the rate that comes in.
-8. Over Redis a gateway does not see who of its requests still waits and who is being served. As many as the slots can
-   have at once are; of each tier in proportion to what was served of it lately, and of each owner as many.
+8. Over Redis a gateway does not see which of its requests still wait and which are being served. It supposes that all
+   slots are full: of each tier in proportion to what was served of it lately, and of each owner as many.
 9. One batch may always wait, however slow the model is: a slot that becomes free must find a full one.
-10. Requests of different lanes share no batch. While several lanes wait, one that joins a batch which is not full comes
-    in: it costs no call. One that opens a lane comes in if the calls of all lanes of its tier and above, its own among
-    them unless it is its owner's only one, take no longer than it may wait, or half of that while higher tiers come.
-11. A call of many comes in whole or not at all: where its first would come in, and its last would get a slot before its
-    time in the queue is over. By thresholds: where there is room for all of them, or nobody waits.
+10. Requests of different lanes share no batch. While several lanes wait, a request that joins a batch which is not full
+    comes in: it costs no call. A request that opens a lane comes in if the calls of all lanes of its tier and above,
+    its own among them unless its owner has no other, take no longer than it may wait (half of it if higher tiers come).
+11. A call of many comes in whole or not at all: where its first would come in, and its last would get a slot in its
+    time in the queue. By thresholds: where there is room for all of them, or no request waits.
 """
 
 from collections import deque
@@ -47,16 +47,16 @@ from carpool.core.request import Request
 RECOUNT_S, RECOUNT_QUIET_S = 0.005, 0.05
 # Rule 4: for so long it is a burst; after as long again the queue stands.
 BURST_S = 1.0
-# The part of its time in the queue that is planned for: a prediction is not exact, and nobody let in should time out.
+# The planned share of the time in the queue: a prediction is not exact, and admitted requests must not expire.
 MARGIN = 0.98
 UNENDED_TIMES = 2.0
 # Rule 5: how long the shortest wait is looked for, how many must be seen, and by how much trust falls and grows.
 GUARD_S = 0.5
 GUARD_SEEN_MIN = 4
 TRUST_FALLS, TRUST_GROWS, TRUST_MIN = 0.8, 0.05, 0.05
-# Weight of the newest tick in the rates; and in those that must see at once that more comes.
+# Weight of the newest tick in the rates; and in the rates that must see at once that more comes.
 RATE_WEIGHT, QUICK_WEIGHT = 0.2, 0.5
-# A rate is not told from less time than this.
+# A rate is not worked out from less time than this.
 RATE_S_MIN = 0.02
 # More may come than the mean: so many standard deviations are counted on top of it.
 SIGMAS = 3.0
@@ -87,7 +87,7 @@ class Thresholds(msgspec.Struct, frozen=True):
 
 
 class LoadShedder:
-    """Says who comes in. What waits is read from `standings`, one for each tier."""
+    """Says which requests come in. What waits is read from `stats_by_tier`."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class LoadShedder:
         queue_s: float = 0.0,
     ) -> None:
         count = len(tiers)
-        # Rule 4: how long a request may wait for a slot at all. So much later is the place of one that comes in late.
+        # Rule 4: how long a request may wait for a slot at all. A request that comes in late has a place later by that.
         self.queue_s = queue_s
         self._tiers = tiers
         self._lowest = count - 1
@@ -112,7 +112,7 @@ class LoadShedder:
         self._lanes_counted_at = -inf
         self._min_share = min_share
         self._thresholds = thresholds
-        # For how long after a request's arrival one of a higher tier, by number, that comes later still overtakes it.
+        # For how long after a request's arrival a later request of a higher tier, by number, still overtakes it.
         self._overtaking_s = [
             [
                 min(tier.wait_max_s, inf if is_strict else max(0.0, tier.target_s - other.target_s))
@@ -124,7 +124,7 @@ class LoadShedder:
         self.capacity = [inf] * count
         # Rule 9: requests in a batch, as far as this process fills it.
         self._batch = [1.0] * count
-        # Rule 8: above 0 where `standings` count those too that are being served. How long a batch takes.
+        # Rule 8: above 0 where `stats_by_tier` also counts requests that are being served. How long a batch takes.
         self._batch_s = 0.0
         # Rule 4: how long a call takes, and what this process may let in late, in requests a second. By tier: since
         # when the queue of it and those above stands, or inf; when one was last refused; how many more than there is
@@ -133,15 +133,15 @@ class LoadShedder:
         self._stands_since = [inf] * count
         self._refused_at = [-inf] * count
         self._late_headroom = [0.0] * count
-        # While some of a tier, or of higher ones, are late: how many may come in time, and go before them.
+        # While late requests of a tier, or of higher ones, wait: how many may come in time, and go before them.
         self._goes_before_late = [False] * count
         self._newcomers = [0.0] * count
         # What came in, in requests a second, when the queue did not stand; and what comes to other gateways, as far as
-        # this one counts on what it takes.
+        # it takes from what this gateway counts on.
         self._calm_rates = [0.0] * count
         self._last_rates = [0.0] * count
         self._elsewhere = [0.0] * count
-        # Whether the last one that was let in comes late.
+        # Whether the last request that was let in comes late.
         self.is_late = False
         # Until a call has ended: how many can be served at once, and since when the first one runs.
         self._first_call: Callable[[], tuple[float, float]] | None = None
@@ -158,7 +158,7 @@ class LoadShedder:
         self.headroom = [inf] * count
         # Rule 3: how much of the own tier may be ahead of a request.
         self._allowed = [inf] * count
-        # What those are told who are refused before the next count: the same for all of a tier.
+        # The error for requests that are refused before the next count: the same for all of a tier.
         self._refusals: list[Shed | None] = [None] * count
         self._counted_at = self._recount_at = -inf
         self._is_known = False
@@ -169,7 +169,7 @@ class LoadShedder:
         # Rule 5: how often a wait was seen, and the shortest, since the last look.
         self._seen = [0] * count
         self._shortest = [inf] * count
-        # How long those waited who got a slot, lately.
+        # How long requests waited that got a slot, lately.
         self._waits = [0.0] * count
         # For metrics. The last: by how much a predicted wait was longer, and shorter, than the wait was.
         self.shed = [0] * count
@@ -181,7 +181,7 @@ class LoadShedder:
         return f"<LoadShedder capacity={self.capacity} headroom={self.headroom} trust={self.trust}>"
 
     def refusal(self, tier: int, owner: str, now: float, request: Request | None = None) -> Shed | None:
-        """Let a request in, or say why not. Late, if `is_late` says so then."""
+        """Let a request in, or say why not. `is_late` then says whether it comes in late."""
         headroom = self.headroom
         self.is_late = False
         has_lane = request is not None and (request.parameters or request.lane)
@@ -217,7 +217,7 @@ class LoadShedder:
     def refusal_if_full(
         self, tier: int, owner: str, now: float, count: int = 1, request: Request | None = None
     ) -> Shed | None:
-        """Why a request would be refused; None leaves the decision for later: then it is asked for again."""
+        """Why a request would be refused; None leaves the decision for later: then the caller asks again."""
         self._recount_if_due(tier, now)
         if not self._is_known:
             return None
@@ -254,7 +254,7 @@ class LoadShedder:
         may_wait_s = MARGIN * self.queue_s - self.call_s
         if sum(map(self._rate_now, range(tier))) >= 1.0:
             may_wait_s /= 2
-        # An owner that has a lane leaves room for one of an owner that has none.
+        # An owner that has opened a lane leaves room for the lane of an owner that has not.
         calls = self._lane_counts[tier] - (not lanes.opened_by(owner))
         return calls * self._batch[tier] <= self.capacity[tier] * may_wait_s
 
@@ -267,18 +267,18 @@ class LoadShedder:
         allowed, queue_stats = self._allowed[tier], self._stats_by_tier[tier]
         if queue_stats.late_of(owner):
             return False  # behind its own
-        # Of a call of many the first is asked for; but all of them where they would go before some who came in late.
+        # Of a call of many the first request counts; but all of them where they would go before requests that are late.
         if not self._goes_before_late[tier]:
             count = 1
         elif self._newcomers[tier] < count:
             return False
-        # Everybody has its turn behind one of each owner who waits: where those are too many, nobody need be asked.
+        # A request waits for one of each owner at least: where that is too long, `_turns` need not be worked out.
         return queue_stats.owners + 1 < allowed and self._turns(tier, owner, count) < allowed
 
     def refusal_by_deadline(self, tier: int, owner: str, now: float, seconds: float, count: int = 1) -> Shed | None:
         """Why a request that must have its slot within so many seconds is not let in; it would not be served by then.
 
-        To be asked before it is let in: it takes no place. Of a call of so many, the last.
+        To be called before it is let in: it takes no place. Of a call of `count`, it is about the last request.
         """
         self._recount_if_due(tier, now)
         if self._thresholds is not None or not self._is_known:
@@ -293,7 +293,7 @@ class LoadShedder:
             overtakers = self._overtaking_late(tier, seconds)
             ahead = self._all_waiting() + count - 1
         if ahead <= 0:
-            return None  # nobody overtakes one that does not wait
+            return None  # a request that does not wait is not overtaken
         capacity = self.capacity[tier] * self.trust[tier]
         wait_s = (ahead + overtakers) / capacity if capacity > 0.0 else inf
         if wait_s <= seconds:
@@ -322,7 +322,7 @@ class LoadShedder:
         wait_max_s = self._tiers[tier].wait_max_s
         burst_s = MARGIN * self.queue_s
         if sum(self._rate_now(n) + self._elsewhere[n] for n in range(tier)) >= 1.0:
-            # Nobody comes in late behind them while it is not even known what can be served.
+            # No request comes in late behind higher tiers while it is not even known what can be served.
             burst_s = burst_s if self._first_call is None else 0.0
         burst_s = max(burst_s - self.call_s, wait_max_s)
         stands_s = now - self._stands_since[tier]
@@ -348,9 +348,9 @@ class LoadShedder:
         lanes: LaneCounts | None = None,
     ) -> None:
         """What can be served, and is in a batch, by tier; where it waits. For rule 4: how long a call takes, what may
-        be let in late, and what others bring that takes of that, by tier.
+        be let in late, and what other gateways bring that takes of that, by tier.
 
-        With `batch_s`, the standings count those too that are being served, for so long each.
+        With `batch_s`, `stats_by_tier` also counts requests that are being served, for so long each.
         """
         self.capacity, self._batch = list(capacity), list(batch)
         self._stats_by_tier, self._lanes = stats_by_tier, lanes
@@ -368,7 +368,7 @@ class LoadShedder:
     ) -> None:
         """No call has ended: all that is known is how many can be served at once, and since when the first one runs.
 
-        With `counts_running`, the standings count those too that are being served.
+        With `counts_running`, `stats_by_tier` also counts requests that are being served.
         """
         self._stats_by_tier = stats_by_tier
         self._is_known = self._is_known and self._first_call is not None
@@ -397,7 +397,7 @@ class LoadShedder:
         self._ticked_at = now
         for tier, since in enumerate(self._stands_since):
             if self._is_known and since == inf:
-                # Of the tick before: the last may have seen a burst begin. The smaller: one that is over is forgotten.
+                # Of the tick before: the last may have seen a burst begin. The smaller: a past burst is forgotten.
                 self._calm_rates[tier] = self._last_rates[tier]
                 self._last_rates[tier] = min(self._admitted_rates[tier], self._quick_rates[tier])
         if now >= self._guard_at:
@@ -440,14 +440,14 @@ class LoadShedder:
             return
         self._look_at_queue(now)
         self._count_newcomers(seconds)
-        # Of what runs, as of what may be let in late, each of many gateways has an equal part.
+        # Each of many gateways has an equal part of what runs, as of what may be let in late.
         running = min(sum(self._running), self._burst_rps * self._batch_s)
         waiting_late = sum(queue_stats.waiting for queue_stats in self._stats_by_tier) - running
         is_quiet = True
         if self._lanes is None:  # a gateway that has Redis again does not know what waits there
             self._lane_counts = [0] * len(self._tiers)
         elif now >= self._lanes_counted_at + RECOUNT_QUIET_S:
-            # Not each time: there may be a thousand. Meanwhile those are counted that open.
+            # Not each time: there may be a thousand lanes. Meanwhile `_may_open_lane` counts those that open.
             self._lane_counts, self._lanes_counted_at = self._lanes.by_tier(), now
         for tier, rule in enumerate(self._tiers):
             served = max(self.capacity[tier] * self.trust[tier] * rule.wait_max_s, self._batch[tier])
@@ -457,7 +457,7 @@ class LoadShedder:
                 allowed = max(allowed, served * self._min_share)
             room = allowed - waiting
             self._allowed[tier] = allowed
-            # While some are late, or lanes wait, each who comes is looked at.
+            # While late requests or several lanes wait, each arrival is looked at by itself.
             self.headroom[tier] = min(room, 0.0) if self._goes_before_late[tier] or self._lane_counts[-1] > 1 else room
             limit_s, late = self._limit_s(tier, now), -inf
             if limit_s > rule.wait_max_s:
@@ -481,10 +481,10 @@ class LoadShedder:
                 self._stands_since[tier] = inf
 
     def _count_newcomers(self, seconds: float) -> None:
-        """How many may come in time while some are late, who wait for them.
+        """How many requests may come in time while late ones wait, which let them go first.
 
-        Of its own tier other owners have their share of what can be served, as owners are served in turn, or what they
-        brought before if that is more. Of lower tiers what is left if those who are late have their slots in a second.
+        In the tier of the late ones, other owners have their share of what can be served, as owners are served in turn,
+        or what they brought before if that is more. Lower tiers have what is left if all late ones get slots in 1 s.
         """
         late_above = 0
         for tier, (rule, queue_stats) in enumerate(zip(self._tiers, self._stats_by_tier, strict=True)):
@@ -512,7 +512,7 @@ class LoadShedder:
         return headroom
 
     def _count_running(self) -> list[float]:
-        """Rule 8. What is free for a tier, and not for those below it, runs requests of that tier and above."""
+        """Rule 8. Capacity that a tier may use, and the tiers below may not, serves requests of that tier and above."""
         stand = [float(queue_stats.waiting) for queue_stats in self._stats_by_tier]
         most = [capacity * self._batch_s for capacity in self.capacity]
         if sum(stand) <= most[-1]:
@@ -530,11 +530,11 @@ class LoadShedder:
         return running
 
     def _all_waiting(self) -> float:
-        """Of all tiers, late or not."""
+        """How many requests wait, of all tiers, late or not."""
         return max(0.0, sum(queue_stats.waiting for queue_stats in self._stats_by_tier) - sum(self._running))
 
     def _waiting(self, tier: int, *, late: bool = False) -> float:
-        """Those that did not come in late, or those that did: these stand behind them."""
+        """How many wait that came in time; or those that came in late, which stand behind them."""
         queue_stats = self._stats_by_tier[tier]
         stands = queue_stats.late if late else queue_stats.waiting - queue_stats.late
         if not self._batch_s:
@@ -567,16 +567,16 @@ class LoadShedder:
         return most + SIGMAS * sqrt(most)
 
     def _overtakers(self, tier: int, seconds: float) -> float:
-        """The mean of that, for one that waits so long."""
+        """The mean of that, for a request that waits so long."""
         return sum(self._rate_now(n) * min(each, seconds) for n, each in enumerate(self._overtaking_s[tier]))
 
     def _overtaking_late(self, tier: int, seconds: float) -> float:
-        """The same for one that came in late. Those of higher tiers go first, also those who are refused just now; and
-        those of its own tier, here if they come as before the burst; and the minimum share of the lowest.
+        """The same for a request that came in late. Before it go: all of higher tiers, even those that are refused just
+        now; of its own tier as many as came here before the burst; and the minimum share of the lowest.
         """
         higher = sum(max(self._rate_now(n), self.rates[n]) for n in range(tier))
         elsewhere = sum(self._elsewhere[: tier + 1])
-        # Half is left at least: some who came may be those who come in late now.
+        # Half is left at least: some that came before may be among those that come in late now.
         own = min(self._calm_rates[tier], self._burst_rps / 2)
         min_share = self._burst_rps * self._min_share if tier < self._lowest else 0.0
         most = (higher + elsewhere + own + min_share) * seconds
@@ -594,12 +594,12 @@ def as_ms(seconds: float) -> str:
 
 
 def too_long(wait_s: float, why: str, advice: str = "") -> Shed:
-    """What is told to whoever would wait so long, and may not."""
+    """The error for a request that would wait so long, and may not."""
     if wait_s == inf:
         wait_ms, retry_after_s = None, RETRY_AFTER_S_MAX
         waits = "it cannot be said when a slot will be free"
     else:
-        # From what is told: 1.0004 s is "1,000 ms", and whoever is told that does not wait for 2 s.
+        # From the rounded number: 1.0004 s reads as "1,000 ms", and a client that reads that should not wait for 2 s.
         wait_ms = round(wait_s * 1000)
         retry_after_s = min(RETRY_AFTER_S_MAX, max(1, ceil(wait_ms / 1000)))
         waits = f"this request would wait for a slot for {as_ms(wait_s)} or more"

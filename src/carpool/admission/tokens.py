@@ -1,12 +1,12 @@
 """JSON Web Tokens: whose signature is trusted, and what a token must say. Signatures are checked by joserfc.
 
 1. The keys are those of one file: a JWKS (or one JWK), a PEM with a public key or a certificate, or, where HS256 is the
-   only algorithm that is allowed, a plain secret. Unless somebody said so, no file is a secret: one that should be a
-   key set and is the error page of a server, or public keys in a form that is not known here, can be read by anybody.
+   only algorithm that is allowed, a plain secret. Unless the operator said so, no file is a secret: the error page of a
+   server in place of a key set, or public keys in a form that is not known here, can be read by anybody.
    Nothing that a token names is ever fetched: `jku`, `x5u`, `jwk` and `x5c` are not looked at.
 2. Each key is for one algorithm: the one that it names, else the one of its type (RSA: RS256, EC on P-256: ES256,
    Ed25519: EdDSA, a secret: HS256). A token of another algorithm than its key's is refused, so no public key is ever
-   used as a secret, and `none` is nobody's.
+   used as a secret, and `none` fits no key.
 3. `kid` picks the key; without it, or where keys have no name, the one for that algorithm. Never more than one is
    tried.
 4. `crit` and `b64` ask for what is not done here: refused.
@@ -42,7 +42,7 @@ TOKEN_BYTES_MAX = 8192
 SECRET_BYTES_MIN = 32
 RSA_BITS_MIN = 2048
 KEYS_MAX = 256
-# Beyond, a number of seconds is none: and sums with it stay exact.
+# A larger number is no time in seconds; up to here sums with it stay exact.
 SECONDS_MAX = 2**53
 
 _TOKEN = re.compile(rb"([A-Za-z0-9_-]+)\.([A-Za-z0-9_-]+)\.([A-Za-z0-9_-]+)")
@@ -63,7 +63,7 @@ ALGORITHMS = tuple(algorithm for _, algorithm in KEY_TYPES.values())
 class TokenRules(NamedTuple):
     """What a token must say, and where it says what."""
 
-    # Those that keys may be for; empty: any of ours, but a plain secret is none then.
+    # Algorithms that keys may be for; empty: any of ALGORITHMS, but then the file cannot be a plain secret.
     algorithms: Sequence[str] = ()
     issuer: str = ""
     audience: str = ""
@@ -142,7 +142,7 @@ class TokenKeys:
 
 
 def owner_of_subject(subject: str) -> str:
-    """Whom a token's requests count for (rule 6). At most 64 characters."""
+    """The owner that a token's requests count for (rule 6). At most 64 characters."""
     if _PLAIN_SUBJECT.fullmatch(subject):
         return TOKEN_OWNER + subject
     return TOKEN_OWNER_HASHED + sha256(subject.encode("utf-8", "surrogatepass")).hexdigest()[:60]

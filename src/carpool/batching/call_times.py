@@ -1,8 +1,8 @@
 """How long calls take, by how many inputs they have. Pure.
 
-1. A call takes as long as one of a single input, and longer in a line with each more: `growth` times for a full one.
-2. Calls of few inputs tell of the first, calls of many of the growth. So what full batches have told is still known
-   when only small ones come; it is forgotten slowly, for an endpoint may have changed.
+1. A call takes as long as a call of one input, and linearly longer with each more: `growth` times for a full batch.
+2. Calls of few inputs show the time of one, calls of many show the growth. So what full batches have shown is still
+   known when only small ones come; it is forgotten slowly, for an endpoint may have changed.
 """
 
 # Rule 2: the part of the largest batch from which on a call tells of the growth; the weight of the newest; and by how
@@ -15,7 +15,7 @@ SECONDS_MIN = 1e-6
 
 
 class CallTimes:
-    """Of one model, all endpoints together."""
+    """The call times of one model, all endpoints together."""
 
     def __init__(self, prior_s: float) -> None:
         self._single_s = prior_s
@@ -37,7 +37,7 @@ class CallTimes:
         part = _part(size, largest)
         self.ended += 1
         if part >= MANY and self._is_single_known:
-            # One of few takes no longer than one of many.
+            # A call of few inputs takes no longer than a call of many.
             self._single_s += GROWTH_WEIGHT * min(0.0, seconds - self._single_s)
             growth = 1.0 + max(0.0, seconds / self._single_s - 1.0) / part
             self._growth += GROWTH_WEIGHT * (growth - self._growth)

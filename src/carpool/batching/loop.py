@@ -4,14 +4,14 @@ One loop per model. It is woken by an arrival, a freed slot or its timer, and ru
 all else that happened in one turn of the event loop: its cost is per batch and not per request. It cannot raise: a
 failure is logged and the loop wakes again a moment later.
 
-Slots that took their batches together become free together, and nobody gets one in between: with 32 slots of 200 ms
-whoever comes first in the order waits up to 200 ms, not 6. So while more waits than the slots can take, batches leave a
-little apart, at SPREAD of the even pace: the slots fall into step once, and lose nothing after that. Where they do not,
-because calls take now long, now short, that would cost slots their time again and again: so there is a purse for it.
-And no slot stands idle for it longer than `max_wait_s` at a time.
+Slots that took their batches together become free together, and none becomes free in between: with 32 slots of 200 ms
+the first request in the order waits up to 200 ms, not 6. So while more waits than the slots can take, batches leave a
+little apart, at SPREAD of the even pace: the slots are spread out once, and lose nothing after that. Where they do not
+stay so, because calls take now long, now short, that would cost slot time again and again: so a budget (`_purse_s`)
+bounds it. And no slot stands idle for it longer than `max_wait_s` at a time.
 
 Bytes are bounded too: those of a batch, and those of all batches that run. While there is no room for one more batch,
-no slot counts as free; an outcome makes room, and rings.
+no slot counts as free; an outcome makes room, and notifies the loop.
 """
 
 import asyncio
@@ -40,23 +40,23 @@ SERVICE_S_PRIOR = 1.0
 # Weight of the newest batch in the running mean of service times.
 SERVICE_WEIGHT = 0.1
 GAP_WEIGHT = 0.3
-# The same for the mean size of batches that left while others still waited; and by how much it goes back to the largest
-# with each batch that left nobody behind, for then nothing is known of it.
+# The same for the mean size of batches that left while other requests still waited; and by how much it goes back to the
+# largest with each batch that left no request behind, for then nothing is known of it.
 SIZE_WEIGHT, SIZE_DRIFT = 0.1, 0.02
-# So many batches must have ended before others leave apart.
+# So many batches must have ended before batches leave apart.
 APART_AFTER = 8
 TIMER_S_MIN = 0.001
 # How far apart batches leave while more waits than the slots can take, in parts of the even pace.
 SPREAD = 0.9
-# What slots may stand idle for that: this share of the time they work. As much may be saved up as it takes all of them
-# to fall into step, if their calls do not take longer than this.
+# What slots may stand idle for that: this share of the time they work. As much may be saved up as it takes to spread
+# all of them out, if their calls do not take longer than this.
 SPREAD_SHARE, SPREAD_SERVICE_S_MAX = 0.02, 0.5
-# What leaves so soon may be fetched from elsewhere now; what leaves later would keep its slot from a better one.
+# Requests for a batch that leaves so soon may be fetched now; fetched earlier, they would take the slot of better ones.
 AHEAD_S = 0.01
 # How long a batch waits for company that is being fetched.
 COMPANY_S = 0.01
 RETRY_AFTER_FAILURE_S = 0.01
-# Requests a second from which on it is counted how good the estimate of what comes is.
+# Requests a second from which on the error of the estimated arrival rate is counted.
 RATE_CHECKED_MIN = 10.0
 LOOK_S = 1.0
 # For so long batches count for the capacity, if that is more than a few of them.
@@ -78,8 +78,8 @@ class BatchLoop:
         max_wait_s: float,
         batch_bytes_max: float = inf,
         in_flight_bytes_max: float = inf,
-        # Where requests of this model are fetched from, if they wait elsewhere; and whether company for those who wait
-        # here is being fetched.
+        # Where requests of this model are fetched from, if they wait elsewhere; and whether company for the requests
+        # that wait here is being fetched.
         fetched: FetchedQueue | None = None,
         company_comes: Callable[[], bool] | None = None,
         # Sees one request of each batch that leaves.
@@ -98,20 +98,20 @@ class BatchLoop:
         self._times = CallTimes(SERVICE_S_PRIOR)
         # While no call has ended well: the oldest batch that is under way, or has failed.
         self._first: Batch | None = None
-        # How long a slot stands idle though others wait: until they were fetched, or leave apart.
+        # How long a slot stands idle though requests wait: until these are fetched, or batches leave apart.
         self._gap_s = 0.0
         # The mean size of batches while all slots are busy: with many lanes it is less than `max_batch`.
         self.busy_size = float(max_batch)
         # While true, company is no longer waited for.
         self.draining = False
-        # When it was last seen that this process lives; calls that began before this say nothing.
+        # When `look` last ran; and when this process last stood still: calls that began before that say nothing.
         self._looked_at = inf
         self._stood_still_until = -inf
         # For metrics.
         self.batches: dict[str, int] = {}
         self.batch_sizes = Histogram(BATCH_SIZE_BOUNDS)
         self._batch_ids = BatchIds(token_hex(4))
-        # By why they left: how full they were. And by how much the estimate of what comes was too high, and too low.
+        # How full batches were, by why they left. And by how much the estimated arrival rate was too high, and too low.
         self.batch_fills: dict[str, Histogram] = {}
         self.rate_errors = off_by(SHARE_BOUNDS)
         self._broker = broker
@@ -122,8 +122,8 @@ class BatchLoop:
         # True while a run is due in this turn of the event loop. No `OncePerTurn`: `arrived` is called for each
         # request, and a batch that is full runs at once.
         self._rung = False
-        # True during a run. One may cause an arrival (somebody is told, and sends his next request): that must not
-        # start another run inside it, which would take its slot.
+        # True during a run. A run may cause an arrival (a client gets an outcome, and sends its next request): that
+        # must not start another run inside it, which would take its slot.
         self._is_running = False
         self._timer: asyncio.TimerHandle | None = None
         broker.when_work_arrives(model, self.arrived)
@@ -147,8 +147,8 @@ class BatchLoop:
         return f"<BatchLoop {self.model} free_since={len(self._free_since)}>"
 
     def arrived(self, lane: LaneQueue) -> None:
-        """A request came. A batch that is full leaves now: left to the end of the turn, all that filled in it would
-        leave together, and come back together, and so on.
+        """A request came. A batch that is full leaves now: left to the end of the turn, all batches that fill in this
+        turn would leave together, and come back together, and so on.
         """
         if lane.waiting % self.max_batch == 0 and not self._is_running:
             self._run()
@@ -174,7 +174,7 @@ class BatchLoop:
         return self._slots.free() if self.has_room() else 0
 
     def slots_due(self) -> int:
-        """Those of them that will take one in a moment: while batches leave apart, not all do."""
+        """Free slots that will take a batch in a moment: while batches leave apart, not all do."""
         free, now = self.free_slots(), self._clock()
         if free <= 1 or not self._is_kept_back(now):
             return free
@@ -208,7 +208,7 @@ class BatchLoop:
 
     def _send_what_is_ready(self, now: float) -> float:
         """Fill free slots, best lane first; returns when to look again."""
-        # No longer than they are kept: the rest of the time this process stood still.
+        # Slots are kept idle for `max_wait_s` at most: in the rest of the time this process stood still.
         self._purse_s -= self._idle_slots * min(now - self._idle_since, self.max_wait_s)
         self._idle_slots = 0
         if self.free_slots() <= 0:
@@ -227,7 +227,7 @@ class BatchLoop:
                     wake = min(wake, self._freed_at + COMPANY_S)
                     continue
                 if not self._send(lane, plan, now):
-                    return inf  # nobody overtakes it: an outcome will make room for it, and notify
+                    return inf  # no other lane overtakes it: an outcome will make room for it, and notify
                 if self._leaves_later(now):
                     return self._next_time()
                 if lane.waiting:
@@ -242,7 +242,7 @@ class BatchLoop:
         ready: list[tuple[float, int, LaneQueue]] = []
         for number, lane in enumerate(self._broker.lanes(self.model)):
             if lane.is_quarantined and self._slots.free_for_quarantined() <= 0:
-                continue  # whoever keeps the slots' time notifies when there is some for them
+                continue  # isolation.py notifies when quarantined owners may have a slot
             plan = self.policy.plan(self._view(lane, now), now)
             if isinstance(plan, Send):
                 is_due = lane.is_quarantined and self._slots.is_quarantined_due()
@@ -253,7 +253,7 @@ class BatchLoop:
         return ready, wake
 
     def _send(self, lane: LaneQueue, send: Send, now: float) -> bool:
-        """Send a batch; false if too many bytes are under way for the one whose turn it is."""
+        """Send a batch; false if too many bytes are under way for the first request of the lane."""
         # Promise 4, whatever a policy says; and at least one, so that the lane gets shorter.
         largest = self._dispatcher.batch_max(lane, self.max_batch)
         count = min(max(send.count, 1), largest)
@@ -291,7 +291,7 @@ class BatchLoop:
 
     def _look_around(self, lane: LaneQueue, size: int, largest: int, now: float) -> None:
         """After a batch of this size: what the slots can do, and whether the next one may leave at once."""
-        # Those who would have fitted into the batch say nothing: they have only just come, or the load shedder lets no
+        # Requests that would have fitted into the batch do not count: they have just come, or the load shedder lets no
         # more wait. Nor do quarantined ones: they have their share of the slots, and fill no other batch.
         lanes = self._broker.lanes(self.model)
         waiting = sum(each.waiting for each in lanes if not each.is_quarantined)
@@ -300,7 +300,7 @@ class BatchLoop:
         room = largest if lane.is_quarantined else 0 if lane.waiting else largest - size
         is_waiting, is_full = waiting > room, self._slots.free() <= 0
         if self._free_since and self._is_crowded:
-            # A longer one is none between two batches: those who waited have left, or nothing could be fetched.
+            # A longer gap is not one between two batches: the requests that waited have left, or none could be fetched.
             gap_s = min(now - self._free_since[0], self.max_wait_s + COMPANY_S)
             self._gap_s += GAP_WEIGHT * (gap_s - self._gap_s)
         if is_full:
@@ -334,7 +334,7 @@ class BatchLoop:
         return now < self._next_time() and not self.draining and self._purse_s > 0.0
 
     def _leaves_later(self, now: float) -> bool:
-        """Whether the next batch is kept back for a moment, so that slots do not work in step."""
+        """Whether the next batch is kept back for a moment, so that slots do not become free together."""
         if not self._is_kept_back(now):
             return False
         self._idle_slots, self._idle_since = self.free_slots(), now
@@ -357,7 +357,7 @@ class BatchLoop:
         return inf if self._first is None or self._first.ended else self._first.taken
 
     def _awaits_company(self, lane: LaneQueue, now: float) -> bool:
-        """Whether to give others a moment to come: the slot has just become free, and they wait elsewhere."""
+        """Whether to wait a moment for company: the slot has just become free, and requests wait elsewhere."""
         if self._company_comes is None or self.draining or now - self._freed_at >= COMPANY_S:
             return False
         return lane.waiting < self._dispatcher.batch_max(lane, self.max_batch) and self._company_comes()
@@ -397,7 +397,7 @@ class BatchLoop:
         return now - self._looked_at > LOOK_S + STOOD_STILL_S
 
     def _batch_ended(self, size: int, seconds: float) -> None:
-        """Learn how long a batch occupies a slot; nothing from those during which this process stood still."""
+        """Learn how long a batch occupies a slot; nothing from a batch during which this process stood still."""
         now = self._clock()
         if self._has_stood_still(now) or now - seconds < self._stood_still_until:
             return

@@ -5,10 +5,10 @@ The rules, for every policy:
 1. No free slot: `Idle`. Requests wait in the broker and fill the next batch by themselves.
 2. `max_batch` waiting: send `max_batch` ("full").
 3. The oldest has waited `max_wait_s`: send ("waited"). Every wait is anchored on the oldest request of the
-   lane, so nobody waits longer than that for company, however often the lane is planned again.
+   lane, so no request waits longer than that for company, however often the lane is planned again.
 4. The process is leaving: send ("drain"); company will not come.
-5. Otherwise the policy chooses how long the oldest is held, between 0 and `max_wait_s`. A hold that is over
-   means send ("idle": slots are); one that is not means `WaitUntil` its end, which is later than now.
+5. Otherwise the policy chooses how long the oldest is held, between 0 and `max_wait_s`. When the hold is over,
+   send ("idle": slots are); before that, `WaitUntil` its end, which is later than now.
 6. A batch is never larger than what waits, nor than `max_batch`.
 
 `fixed` holds for `max_wait_s`.
@@ -16,17 +16,17 @@ The rules, for every policy:
 `adaptive` weighs what waiting is worth against whether company will come:
 
 7. Pace. One batch every `service_s / (slots_busy_max_share * slots)` keeps `slots_busy_max_share` of the slots busy, at
-   any rate. Sending faster takes slots from those who come next; sending slower makes people wait for idle slots. It is
-   never below a few milliseconds: each batch costs the gateway too, and a pool of many quick slots would otherwise be
-   fed with batches of a handful until the gateway has no time left.
+   any rate. Sending faster takes slots from the requests that come next; sending slower lets requests wait while slots
+   are idle. It is never below a few milliseconds: each batch costs the gateway too, and a pool of many quick slots
+   would otherwise be fed with batches of a handful until the gateway has no time left.
 8. Pressure is the share of the other slots that are busy or, if larger, the share of all slots that full
    batches would keep busy at this rate. Up to `slots_busy_max_share` the hold is the pace times a root of pressure: no
    hold while the pool is idle, the pace at `slots_busy_max_share`. Above, it grows to `max_wait_s`: the last slots are
    for full batches.
 9. The next request is expected a mean gap (1 / rate) from now. Company is not waited for when it is expected
-   after the hold: so the hold ends a gap early, and nobody is held at all where none comes in a hold
-   ("expected-none"). On the last slot a fair chance of company is enough, since those who come next would
-   wait for a whole batch to end.
+   after the hold: so the hold ends a gap early, and no request is held at all where none is expected within a
+   hold ("expected-none"). On the last slot a fair chance of company is enough, since the requests that come next
+   would wait for a whole batch to end.
 10. Mostly full, and the rest not expected within the hold: send ("expected-none").
 11. Pace is stretched while partial batches keep more than `slots_busy_max_share` of the slots busy: other lanes send.
 

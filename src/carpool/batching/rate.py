@@ -7,8 +7,8 @@
    spike noticed late has spent slots on small batches; the end of one noticed late costs only short holds.
 3. No time passed: nothing is concluded, and the count is kept for the next update.
 4. A count that went down started again from zero.
-5. Whoever wants to know how good the estimate is, is told about once a second what it was and what then came. Where
-   nobody looked for longer, nothing is said: the estimate was of no use then.
+5. About once a second the callback `checked` gets the estimate and what then came, to measure how good it is. After a
+   longer time without an update it is not called: the estimate was of no use then.
 """
 
 from collections.abc import Callable
@@ -39,7 +39,7 @@ class ArrivalRate:
     )
 
     def __init__(self, checked: Callable[[float, float], None] | None = None) -> None:
-        # Rule 5: told requests a second, expected and then seen; the estimate that is looked into, and since when.
+        # Rule 5: gets requests a second, expected and then seen; the estimate that is looked into, and since when.
         self._checked = checked
         self._expected: float | None = None
         self._total_then, self._check_at = 0, 0.0

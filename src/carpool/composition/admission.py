@@ -1,4 +1,4 @@
-"""Admission: who may come in, and how a request gets into the queue. The engine's first half; it has no socket."""
+"""Admission: which requests come in, and how they get into the queue. The engine's first half; it has no socket."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -33,15 +33,15 @@ from carpool.settings.schema import LimitSettings
 
 
 class DrainedTasks(TaskBoard, Protocol):
-    """Tasks of a gateway that leaves one day."""
+    """The tasks of a gateway, which may be drained."""
 
     def drain(self) -> None:
-        """Keep nobody waiting any more."""
+        """Answer all clients that wait, and let none wait any more."""
         ...
 
 
 class ExpiringQueue(RequestQueue, Protocol):
-    """The way to those who do the work."""
+    """The queue as a gateway sees it: the way to the batchers, or to the batching of this process."""
 
     @property
     def outcomes(self) -> Counter[str]:
@@ -58,7 +58,7 @@ class ExpiringQueue(RequestQueue, Protocol):
         ...
 
     def queue_stats(self, model: str, tier: int) -> QueueStats:
-        """Who has synchronous requests of a model and a tier in it."""
+        """The synchronous requests of a model and a tier that are in it, and their owners."""
         ...
 
 
@@ -125,11 +125,11 @@ class Admission:
         return known or self.gate.identify(headers, peer)
 
     def is_up(self, model: str) -> bool:
-        """Whether requests for a model are taken, and somebody answers them."""
+        """Whether requests for a model are taken, and an endpoint may answer them."""
         return not self._runtime.draining and not self.is_down(model)
 
     def is_down(self, model: str) -> bool:
-        """Whether requests for a model are refused: not while one is wanted, for some clients ask first."""
+        """Whether requests for a model are refused: not while a probe is wanted, as some clients ask this first."""
         upstream = self._availability[model]
         return upstream.is_down and not upstream.probes
 
@@ -200,7 +200,7 @@ class Admission:
 
 
 def anonymous_limit(limits: LimitSettings) -> RateLimit | None:
-    """What those without a credential may ask for; None: as much as they like."""
+    """What callers without a credential may ask for; None: as much as they like."""
     if not limits.anonymous:
         return None
     return RateLimit(limits.anonymous, min(limits.burst, limits.anonymous), limits.concurrent)

@@ -1,4 +1,4 @@
-"""Who may come in, plugged together: credentials as configured, and the places that they are read from again."""
+"""Credentials, plugged together: as they are configured, and the places that they are read from again."""
 
 import logging
 from collections.abc import Iterable
@@ -23,7 +23,7 @@ TAKES_KEYS, TAKES_TOKENS = ("keys", "both"), ("jwt", "both")
 
 
 def make_credentials(settings: Settings) -> Credentials | None:
-    """As configured; None where nobody is asked for any."""
+    """As configured; None where no client needs a credential."""
     mode = settings.auth.mode
     if mode == "off":
         return None
@@ -88,7 +88,7 @@ def watch_key_file(runtime: Runtime, credentials: Credentials) -> None:
 
 
 def warn_if_open(settings: Settings) -> None:
-    """Say so where strangers on the network may come in."""
+    """Log a warning where any client on the network may come in."""
     gateway = settings.gateway
     if settings.auth.mode == "off" and not is_loopback(gateway.host):
         logger.warning(
@@ -112,7 +112,7 @@ def token_rules(settings: Settings) -> "TokenRules":
 
 
 class TokenKeyFile:
-    """The file with the keys that sign tokens. One that cannot be used changes nothing, and is told of once."""
+    """The file with the keys that sign tokens. A file that cannot be used changes nothing, and is logged once."""
 
     def __init__(self, settings: Settings, credentials: Credentials) -> None:
         self._path = settings.auth.jwt_file

@@ -38,14 +38,14 @@ class NoTasks:
         return answer(no_such_task())
 
     def leave(self, ticket: object) -> None:
-        """Nobody waits."""
+        """No client waits."""
 
     def delete(self, caller: Caller, task_id: str, done: Callable[[CarpoolError | None], None]) -> None:
         """There is none."""
         done(no_such_task())
 
     def drain(self) -> None:
-        """Nobody waits."""
+        """No client waits."""
 
 
 def no_tasks(serving: Serving) -> DrainedTasks:

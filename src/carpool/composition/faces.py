@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("carpool")
 
-# Files that are not client connections: upstream connections, the journal, logs, and those by which newcomers come in.
+# Files that are not client connections: upstream connections, the journal, logs, and listening sockets.
 FILES_RESERVED = 256
 ACCEPTED_A_TURN = 32
 FILES_WANTED = 65536
@@ -133,7 +133,7 @@ class Faces:
         warn_if_open(self._runtime.settings)
 
     async def _start_grpc(self, port: int, check_ready: "CheckReady") -> None:
-        from carpool.composition.grpc_face import make_grpc_server, pems_of  # here: nobody else waits for grpcio
+        from carpool.composition.grpc_face import make_grpc_server, pems_of  # here: it loads grpcio
 
         settings = self._runtime.settings
         gateway = settings.gateway
@@ -167,7 +167,7 @@ class Faces:
         return change
 
     async def stop_accepting(self) -> None:
-        """Say that this process leaves, and a little later accept no more connections; tasks keep nobody waiting."""
+        """Say that this process leaves, and a little later accept no more connections and end the waits for tasks."""
         for server in self.servers:
             server.drain()
         await asyncio.sleep(self._runtime.settings.gateway.drain_grace_s)

@@ -1,4 +1,4 @@
-"""The gRPC face of a gateway, where there is one: its services and its limits. Whoever imports this imports grpcio."""
+"""The gRPC face of a gateway, where there is one: its services and its limits. Importing this imports grpcio."""
 
 from collections.abc import Callable
 
@@ -32,7 +32,7 @@ def make_grpc_server(
     tasks = settings.tasks
     own = InferenceSettings(tasks.wait_ms_max, tasks.forget_after_read, limits.unread_bytes_max)
     places = Places("streams", settings.stream.streams_max, settings.stream.per_owner_max)
-    # For whoever shows no credential, from as many addresses as it likes: owners' streams are not refused for those.
+    # For clients without a credential, from as many addresses as they like: owners' streams are not refused for those.
     strangers = Places("such streams", settings.stream.streams_max, settings.stream.per_owner_max)
     services: list[Service] = [
         Inference(intake, own, problems, places, callback_check(settings.webhooks)),

@@ -1,7 +1,7 @@
-"""What the live page and `carpool top` show, second by second: collected while somebody looks, here or elsewhere.
+"""What the live page and `carpool top` show, second by second: collected while a viewer looks, here or elsewhere.
 
-Over Redis a process that is looked at says so in its heartbeats. The others then collect too, and put each of their
-seconds where this one finds it. When nobody looks any more, nobody does anything.
+Over Redis a process with viewers says so in its heartbeats. The others then collect too, and put each of their seconds
+where this one finds it. Without viewers no process collects anything.
 """
 
 import time
@@ -44,7 +44,7 @@ class NoOtherProcesses:
     """No others."""
 
     def publish(self, part: LivePart) -> None:
-        """There is nobody to have it."""
+        """There is no other process to have it."""
 
     def latest(self) -> Sequence[LivePart]:
         """There are none."""
@@ -56,7 +56,7 @@ class NoOtherProcesses:
 
 
 class Watch:
-    """Collects, and shows it to whoever looks."""
+    """Collects seconds, and shows them to the viewers."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class Watch:
         self._role = role
         self.name = "this process"
         self.others: OtherParts = NoOtherProcesses()
-        # Somebody looks at another process.
+        # Another process of the fleet has viewers.
         self._is_wanted = False
         # What the demo adds.
         self._demo = demo
@@ -87,21 +87,21 @@ class Watch:
 
     @property
     def is_looked_at(self) -> bool:
-        """Whether somebody looks at this process."""
+        """Whether this process has viewers."""
         return len(self.viewers) > 0
 
     def find_slow(self, request_id: str) -> Request | None:
-        """One of the slow requests that somebody was shown."""
+        """One of the slow requests that viewers were shown."""
         return None if self._collector is None else self._collector.find_slow(request_id)
 
     def want(self, is_wanted: bool) -> None:
-        """Whether somebody looks at another process of the fleet."""
+        """Whether another process of the fleet has viewers."""
         if is_wanted != self._is_wanted:
             self._is_wanted = is_wanted
             self._look()
 
     def _look(self) -> None:
-        """Somebody came or went."""
+        """A viewer came or went."""
         if not self.is_looked_at:
             self._merger, self._last = None, b""
         elif self._merger is None:
@@ -121,7 +121,7 @@ class Watch:
             self._collector = None
 
     def _first(self) -> bytes:
-        """What somebody sees who comes: the last event, or the numbers of the moment."""
+        """What a new viewer sees first: the last event, or the numbers of the moment."""
         if not self._last and self._merger is not None:
             self._last = self._encode(self._merger, [])
         return self._last
@@ -150,7 +150,7 @@ class Watch:
 
 
 def lanes_of(broker: MemoryBroker, models: Iterable[str]) -> list[LaneWaiting]:
-    """The lanes of a broker, the longest first. What parameters they have is not told."""
+    """The lanes of a broker, the longest first. Their parameters are not shown."""
     found = [
         LaneWaiting(model, f"{crc32(lane.key):08x}" if lane.key else "", lane.waiting)
         for model in models

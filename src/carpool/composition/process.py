@@ -47,7 +47,7 @@ class Part(NamedTuple):
 class Panel(Protocol):
     """What the demo adds to a process: controls on the live page, and the load that they steer."""
 
-    # Who sends that load, by its `Authorization` header.
+    # The callers that send that load, by their `Authorization` header.
     callers: Mapping[bytes, Caller]
 
     def state(self) -> dict[str, object]:
@@ -86,7 +86,7 @@ class Process(ABC):
 
     @property
     def events(self) -> Events:
-        """What happens to requests, for those who subscribe before the start."""
+        """What happens to requests, for subscribers that come before the start."""
         return self.runtime.events
 
     async def start(self) -> None:

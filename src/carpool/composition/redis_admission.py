@@ -39,14 +39,14 @@ from carpool.face.http.admin import FoundRequest
 BATCHERS_GONE_S = 3.0
 WATCH_S = 0.25
 RATE_TICK_S = 1.0
-# So many times what the other gateways know of is worth a heartbeat of its own.
+# A rate so many times what the other gateways know is worth a heartbeat of its own.
 MORE_TIMES = 2.0
 # Weight of the last second in the rate that is shown.
 RATE_WEIGHT = 0.5
-# Codes of requests that tell of the upstream: it answered, or failed. Of others nobody may have been asked for it.
+# Codes of requests that say something of the upstream: it answered, or failed. With others there may have been no call.
 TELLS = frozenset(("ok", UpstreamFailed.code, UpstreamProtocolFault.code, UpstreamRefused.code))
-# Where one owner's request told nothing, or nothing good, the next try is for others, who have so long to come; so many
-# such owners are remembered.
+# Where one owner's probe said nothing, or nothing good, the next probe is for other owners, who have so long to come;
+# so many such owners are remembered.
 OTHERS_FIRST_S = 0.25
 OTHERS_FIRST_MAX = 64
 MODE_NUMBERS: dict[Mode, int] = {"down": 0, "redis": 1, "direct": 2}
@@ -57,21 +57,21 @@ class FleetAvailability:
 
     def __init__(self) -> None:
         self.is_down = False
-        # By what batchers told; requests that come later may be tries.
+        # By what batchers said; requests that come later may be probes.
         self.down_since = inf
         # Batchers answer for owners of their own.
         self.is_shut_to_some = False
         # While it is down: requests that are let in all the same, until batchers are heard of again.
         self.probes = 0
-        # The last of them; and by owners who tried in vain, until when it is the others' turn.
+        # The last of them; and by owner whose probe was in vain, until when it is the turn of other owners.
         self._probe: Request | None = None
         self._others_until: dict[str, float] = {}
         self._retry_after_s = 1
         self._has_never_worked = False
 
     def heard(self, view: FleetView, model: str) -> None:
-        """Batchers have told how they are. One request at a time is a try: with its answer all are admitted, and
-        until then the others are told soon.
+        """Heartbeats of batchers came. One request at a time is a probe: once it is answered all are admitted, and
+        until then all other requests are refused at once.
         """
         probe = self._probe
         if probe is not None and not (probe.phase == DONE and probe.result_code == "ok"):
@@ -83,8 +83,8 @@ class FleetAvailability:
     def takes_probe(self, request: Request) -> bool:
         """While it is down: whether one more request is let in. Batchers want it to try an endpoint with.
 
-        One that tells nothing (it was given up, or refused elsewhere) is none; and whose request it was lets others go
-        first. Else an owner that comes often, and never waits or is refused, would keep it shut for all.
+        A probe that says nothing of the upstream (it was given up, or refused elsewhere) does not count; and its owner
+        lets other owners go first. Else an owner that comes often, and never waits or is refused, would block them.
         """
         probe = self._probe
         if probe is not None and probe.phase == DONE and probe.result_code not in TELLS:
@@ -103,7 +103,7 @@ class FleetAvailability:
         self._others_until = {**waiting, owner: now + OTHERS_FIRST_S}
 
     def is_shut_to(self, owner: str) -> bool:
-        """Nobody is, here."""
+        """Never: a gateway shuts no owner out, batchers do."""
         return False
 
     def retry_after_s(self) -> int:
@@ -122,7 +122,7 @@ class RedisAdmission(Admission):
         runtime, broker = redis_context.runtime, redis_context.runtime.settings.broker
         self.redis_context = redis_context
         self._own = own
-        # Finds a slow request that somebody was shown, by its id.
+        # Finds a slow request that viewers of the live page were shown, by its id.
         self._find_slow = find_slow
         self.queue = RedisQueue(
             redis_context.steps,
@@ -168,7 +168,7 @@ class RedisAdmission(Admission):
         redis_context.when_fleet_changes.append(self._look_at_fleet)
         redis_context.when_heard.append(self._heard)
         self._shedder_ticks = Ticks(shedders, runtime.clock)
-        # Requests a second of each model, as the other gateways were told.
+        # Requests a second of each model, as the last heartbeat reported them to the other gateways.
         self._told_rates: dict[str, float] = {}
         self._batchers_seen = runtime.clock()
         # Requests a second that clients sent to this process lately.
@@ -176,7 +176,7 @@ class RedisAdmission(Admission):
         self._arrivals_then = 0
 
     def watch(self) -> None:
-        """See from now on who could serve a request."""
+        """Watch from now on which batchers could serve a request."""
         self._runtime.do_every(WATCH_S, self._look_at_fleet)
         self._runtime.do_every(RATE_TICK_S, self._measure)
         self._runtime.do_every(SHEDDER_TICK_S, self._update_shedders)
@@ -203,7 +203,7 @@ class RedisAdmission(Admission):
             self.redis_context.tell_of_task(request_id, told_of_task)
 
     def heartbeat(self) -> Heartbeat:
-        """What the others are told of this gateway."""
+        """What this gateway tells the other processes of itself."""
         self._told_rates = {model: max(SOME_RPS, sum(shedder.rates)) for model, shedder in self.shedders.items()}
         return Heartbeat(
             status=self.redis_context.beat_status(),
@@ -214,7 +214,7 @@ class RedisAdmission(Admission):
         )
 
     def pressure(self, model: str) -> float:
-        """Of the whole fleet; while Redis is gone, of this process."""
+        """The pressure on the whole fleet; while Redis is gone, on this process."""
         if not self.is_connected():
             return super().pressure(model)
         view, settings = self.redis_context.registry.view, self._runtime.settings
@@ -300,7 +300,7 @@ class RedisAdmission(Admission):
         return at_once, self.queue.pending.oldest(model)
 
     def sampled_here(self, request: Request) -> None:
-        """One that goes to an endpoint of this process; what came by Redis is seen with its outcome."""
+        """A request that goes to an endpoint of this process; one that went over Redis is sampled with its outcome."""
         if self.shedders and not self.is_connected():
             self._sampled(request)
 
@@ -328,7 +328,7 @@ class RedisAdmission(Admission):
             answer(state)
 
     def _looked_for(self, reply: Reply) -> None:
-        """Another gateway looks for a request, or has found one that this one looks for."""
+        """Another gateway looks for a request, or has found a request that this gateway looks for."""
         for request_id, state in reply.found:
             self.redis_context.states.told(request_id, state)
         for gateway, request_id in reply.wanted:

@@ -64,12 +64,12 @@ class RedisContext:
         self.role = role
         # Unique: what belongs to a process that is gone must not reach another one.
         self.name = f"{socket.gethostname()[:64]}-{os.getpid()}-{secrets.token_hex(4)}".encode()
-        # Called when a node came or went; when somebody of the fleet did.
+        # Called when a node came or went; when a process of the fleet did.
         self.when_nodes_change: list[Callable[[], None]] = []
         self.when_fleet_changes: list[Callable[[], None]] = []
         # Called with each view of the fleet, twice a second.
         self.when_heard: list[Callable[[FleetView], None]] = []
-        # Where the outcomes of this process are counted; whoever takes part says that before it starts.
+        # Where the outcomes of this process are counted; its gateway or batcher half sets it before the start.
         self.counted: PendingRequests | MemoryBroker
         self.faces = {name: ModelFace(model) for name, model in runtime.models.items()}
         self.line_offsets_ms = line_offsets_ms(settings)
@@ -156,11 +156,11 @@ class RedisContext:
         return all(self.nodes.is_up(shard.slot) for shard in self.keys.shards)
 
     def gateways_last_seen(self) -> int:
-        """As Redis told last: while it is gone, that stays."""
+        """How many gateways lived by the last answer of Redis: while it is gone, that number stays."""
         return len(self.registry.view.live_gateways())
 
     def is_served_elsewhere(self, model: str) -> bool:
-        """Whether another batcher has an endpoint of a model that works, as far as Redis told."""
+        """Whether another batcher has an endpoint of a model that works, by the last heartbeats."""
         return self.registry.view.is_served_elsewhere(model, self.name.decode())
 
     def tell_of_task(self, task_id: str, answer: Callable[[RequestState | CarpoolError | None], None]) -> None:
@@ -177,11 +177,11 @@ class RedisContext:
     # What others see.
 
     def beat_status(self) -> str:
-        """For heartbeats."""
+        """The status that heartbeats report."""
         return DRAINING if self.runtime.draining else "ok"
 
     def health(self, mode: Mode) -> Health:
-        """Of the whole fleet."""
+        """The health of the whole fleet."""
         found = self.disks.found or problem_of(self.registry.view.problems())
         return fleet_health(
             self.registry.view,
@@ -249,7 +249,7 @@ class RedisContext:
         timeout_s = (broker.redis_timeout_ms + delay_ms) / 1000
         nodes = Nodes(broker_address(broker), timeout_s=timeout_s, changed=lambda: call_all(self.when_nodes_change))
         self._all_nodes.append(nodes)
-        self.runtime.opened.push_async_callback(nodes.close)  # after those who say goodbye over them
+        self.runtime.opened.push_async_callback(nodes.close)  # after the parts that say goodbye over them
         return nodes
 
     def _make_tasks(self) -> RedisTasks:
@@ -298,7 +298,7 @@ class RedisContext:
             self.runtime.events.settled(request, error)
 
     def _heard(self, view: FleetView) -> None:
-        """What one batcher has found out about an owner, all act upon."""
+        """An owner that one batcher has quarantined is quarantined in all processes."""
         found = [(name, owner) for name in self.runtime.models for owner in view.quarantined(name)]
         self.runtime.quarantined.told(found, self.runtime.clock())
         for listener in self.when_heard:
@@ -325,7 +325,7 @@ def with_place(state: RequestState, place: QueuePlace | None) -> RequestState:
 
 
 def call_all(listeners: list[Callable[[], None]]) -> None:
-    """Tell everybody who wants to know."""
+    """Call every listener."""
     for listener in listeners:
         listener()
 
@@ -351,7 +351,7 @@ def line_offsets_ms(settings: Settings) -> dict[bytes, int]:
 
 
 def late_ms(settings: Settings) -> dict[bytes, int]:
-    """How much later than others of its tier stands what exceeds its owner's share: as long as anybody waits."""
+    """How much later than others of its tier a request over its owner's share stands: as long as any request waits."""
     queue_ms = settings.broker.queue_timeout_s * 1000
     is_predicted = settings.shedding.mode == "predicted"
     return {

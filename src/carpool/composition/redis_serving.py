@@ -128,14 +128,14 @@ class RedisServing(Serving):
             self.try_endpoints(answer)
 
     def heartbeat(self) -> Heartbeat:
-        """What the others are told of this batcher."""
+        """What this batcher tells the other processes of itself."""
         return Heartbeat(
             status=self.redis_context.beat_status(),
             models={service.name: model_heartbeat(service) for service in self.services},
         )
 
     def _health_changed(self, service: ModelService) -> None:
-        """Gateways and batchers hear of it at once; if nothing works here, others may have what is staged."""
+        """Gateways and batchers hear of it at once; if nothing works here, other batchers may have what is staged."""
         self.redis_context.registry.heartbeat()
         if service.pool.is_none_closed:
             self.consumer.give_back_staged(service.name)
@@ -160,7 +160,7 @@ class RedisServing(Serving):
 
 
 def model_heartbeat(service: ModelService) -> ModelHeartbeat:
-    """What the others are told of a model."""
+    """What this batcher tells the other processes of a model."""
     state = service.state()
     return ModelHeartbeat(
         slots=state.slots,

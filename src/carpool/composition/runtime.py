@@ -35,9 +35,9 @@ class Runtime:
         settings: Settings,
         clock: Clock = monotonic,
         random_share: Callable[[], float] = random.random,
-        # Else those that the addresses name.
+        # None: the endpoints that the addresses name.
         endpoints: EndpointsOf | None = None,
-        # Callers who are known by this `Authorization` header, whatever the settings say of credentials: the demo's.
+        # Callers that are known by this `Authorization` header, whatever the settings say of credentials: the demo's.
         known_callers: Mapping[bytes, Caller] = MappingProxyType({}),
     ) -> None:
         self.settings = settings
@@ -48,7 +48,7 @@ class Runtime:
         self.random_share = random_share
         self.known_callers = known_callers
         self.endpoints = endpoints or partial(endpoint_maker, session=self.session, clock=clock)
-        # What happens to requests, for those who subscribe.
+        # What happens to requests, for subscribers.
         self.events = Events()
         # Where their time went.
         self.seconds = RequestSeconds()
@@ -71,7 +71,7 @@ class Runtime:
         return {tier.name: value(number) for number, tier in enumerate(self.settings.tiers)}
 
     def session(self) -> "aiohttp.ClientSession":
-        """The one that all endpoints share; made for the first of them."""
+        """The session that all endpoints share; made for the first of them."""
         if self._session is None:
             from carpool.upstream.client import make_session
 
@@ -92,7 +92,7 @@ class Runtime:
         return () if self.tracing is None else (self.tracing.describe(),)
 
     def status_with(self, problem: str) -> Status:
-        """For operators."""
+        """The status that operators see."""
         if problem:
             return "degraded"
         return "draining" if self.draining else "healthy"

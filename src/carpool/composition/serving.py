@@ -88,7 +88,7 @@ class Serving:
         self._runtime.do_every(RATE_TICK_S, self._measure)
 
     def hurry(self) -> None:
-        """Batches wait for nobody any more: company will not come."""
+        """Let batches wait for company no more: it will not come."""
         for service in self.services:
             service.loop.drain()
 
@@ -113,7 +113,7 @@ class Serving:
         return next((request for request in self.broker.waiting_requests() if request.id == request_id), None)
 
     def tell_of(self, request: Request) -> RequestState:
-        """The story of a request that waits here, or did."""
+        """The state of a request that waits here, or did."""
         state = state_of(request, self._runtime.clock(), self._runtime.company_s_max(request.model))
         if state.status != "queued" or not self.has(request.model):
             return state

@@ -1,4 +1,4 @@
-"""The load shedders of a process: made as it is configured, one for each model, and told what can be served."""
+"""The load shedders of a process: made as configured, one for each model, and kept informed of what can be served."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
@@ -10,11 +10,11 @@ from carpool.core.request import Request
 from carpool.service import ModelService
 from carpool.settings import Settings, total_timeout_s
 
-# Who waits of a model and a tier.
+# Finds the waiting requests of a model and a tier.
 FindQueueStats = Callable[[str, int], QueueStats]
 # How often a shedder learns what can be served.
 SHEDDER_TICK_S = 0.1
-# What a gateway is taken to want at least.
+# The least rate that a gateway is taken to want.
 SOME_RPS = 1.0
 
 
@@ -46,7 +46,7 @@ def queue_timeout_s(settings: Settings) -> float:
 
 
 def stats_of_tiers(queue_stats: FindQueueStats, model: str, tiers: int) -> list[QueueStats]:
-    """Who waits of a model, by tier."""
+    """The waiting requests of a model, by tier."""
     return [queue_stats(model, tier) for tier in range(tiers)]
 
 
@@ -67,7 +67,7 @@ class Ticks:
 
 
 def sample(shedders: Mapping[str, LoadShedder], request: Request) -> None:
-    """One that has got its slot. Nobody waits on the line for a task, and what came in late may wait long."""
+    """A request has got its slot. Tasks do not count, nor requests that came in late: both may wait long."""
     if not (request.is_task or request.is_late):
         shedders[request.model].waited(request.tier, request.taken - request.arrived, request.arrived)
 
@@ -94,14 +94,14 @@ def learn_share(
 ) -> None:
     """What a gateway may have of what the whole fleet can serve. `others`: requests a second, by tier, elsewhere.
 
-    What the others do not want of a tier and those above it is free; where they want it all, everybody has a share by
-    what comes to it. So much of a low tier elsewhere takes nothing from a higher tier here. A burst may come to all of
-    the gateways at once: each has an equal part for it, or one by what comes to it if that is more.
+    What other gateways do not want of a tier and those above it is free; where they want it all, each gateway has a
+    share by what comes to it. So a flood of a low tier elsewhere takes nothing from a higher tier here. A burst may
+    come to all gateways at once: each has an equal part for it, or one by what comes to it if that is more.
     """
     part = max(1 / gateways, sum(shedder.rates) / max(sum(shedder.rates) + sum(others), SOME_RPS))
     shares: list[float] = []
     for own, elsewhere in zip(accumulate(shedder.rates), accumulate(others), strict=True):
-        # Whoever had nothing so far may be about to.
+        # A gateway to which nothing came so far may be about to get some.
         share = max(own, SOME_RPS) / (max(own, SOME_RPS) + elsewhere)
         shares.append(max(capacity * share, capacity - elsewhere))
     shedder.learn(
@@ -116,5 +116,5 @@ def learn_share(
 
 
 def wanted(shedders: Mapping[str, LoadShedder]) -> dict[str, tuple[float, ...]]:
-    """Requests a second that come, by model and tier; for the others to know."""
+    """Requests a second that come, by model and tier; for the other gateways."""
     return {model: tuple(shedder.rates) for model, shedder in shedders.items()}

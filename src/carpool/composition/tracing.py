@@ -52,7 +52,7 @@ def start_tracing(settings: Settings, events: Events, seconds: RequestSeconds, c
     own = settings.tracing
     if not own.otlp_endpoint:
         return None
-    from carpool.telemetry.exporter import Exporter  # it brings aiohttp, which nobody waits for where this is off
+    from carpool.telemetry.exporter import Exporter  # it brings aiohttp, which is not needed where this is off
 
     exporter = Exporter(
         receiver_url(own.otlp_endpoint),
@@ -80,12 +80,12 @@ def start_tracing(settings: Settings, events: Events, seconds: RequestSeconds, c
 
 
 def receiver_url(endpoint: str) -> str:
-    """Where traces go, by OTLP's rule for a base URL; one that names their path already stays."""
+    """Where traces go, by OTLP's rule for a base URL; a URL that names their path already stays."""
     return endpoint if endpoint.endswith(PATH) else endpoint.rstrip("/") + PATH
 
 
 def resource_of(own: TracingSettings) -> list[tuple[str, str]]:
-    """Who writes the spans."""
+    """The process that writes the spans."""
     host = socket.gethostname()
     return [
         ("service.name", own.service_name),

@@ -19,7 +19,7 @@ from carpool.tracking.stores import Store, StoreUnusableError
 logger = logging.getLogger("carpool.tracking")
 
 FILE_NAME = "tracking.db"
-# So long somebody who asks for one request waits for the store.
+# So long an operator who asks for one request waits for the store.
 LOOK_S_MAX = 2.0
 
 
@@ -29,7 +29,7 @@ def make_store(settings: Settings) -> Store | None:
     if tracking.store == "off":
         return None
     if tracking.store == "sqlite":
-        from carpool.tracking.sqlite import SqliteStore  # here: whoever does not use it does not wait for it
+        from carpool.tracking.sqlite import SqliteStore  # here: other stores do not wait for it
 
         path = Path(tracking.path) if tracking.path else Path(settings.tasks.data_dir) / FILE_NAME
         return SqliteStore(path, retention_days=tracking.retention_days, bytes_max=tracking.bytes_max)
@@ -77,12 +77,12 @@ async def look_up_ended(
     found: RequestState | CarpoolError | None,
     answer: Callable[[RequestState | CarpoolError | None], None],
 ) -> None:
-    """Answer with what was found; where that does not tell of a batch, with what was kept of the request, if it was."""
+    """Answer with what was found; where that says nothing of a batch, with what was kept of the request, if it was."""
     if not is_told(found):
         try:
             async with asyncio.timeout(LOOK_S_MAX):
                 record = await store.find(request_id)
-        except Exception as failure:  # whatever it is, somebody waits for the answer
+        except Exception as failure:  # whatever it is, the operator waits for the answer
             logger.warning("a request could not be looked up: %s", str(failure) or type(failure).__name__)
             record = None
         if record is not None:
@@ -91,7 +91,7 @@ async def look_up_ended(
 
 
 def is_told(found: RequestState | CarpoolError | None) -> bool:
-    """Whether more could not be said from what is kept."""
+    """Whether the store cannot add anything to what was found."""
     if not isinstance(found, RequestState):
         return isinstance(found, CarpoolError)
     return found.status in ("queued", "processing") or found.batch is not UNSET or found.cached is True

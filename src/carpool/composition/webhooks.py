@@ -37,7 +37,7 @@ def start_webhooks(runtime: Runtime, outbox: Outbox) -> Deliverer | None:
         if waiting := outbox.waiting()[0]:
             logger.warning("%d webhooks wait and are not sent: webhooks.hosts is empty", waiting)
         return None
-    # Here, so that those without webhooks do not pay for it.
+    # Here, so that a process without webhooks does not pay for it.
     from carpool.broker.webhooks.sender import Sender
 
     callbacks = make_callbacks(webhooks)

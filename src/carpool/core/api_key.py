@@ -1,12 +1,12 @@
 """An API key as it is stored: by its SHA-256, with what it lets its owner do. The key itself is nowhere.
 
 1. A key that Carpool makes is `cp_` and 43 characters of `A-Za-z0-9_-`: 256 random bits, so a plain hash is enough, and
-   no two are alike. One that its operator brings is 20 to 256 printable ASCII characters without spaces, of any form:
-   that it cannot be guessed is for whoever made it to see to.
+   no two are alike. A key that the operator brings is 20 to 256 printable ASCII characters without spaces, of any form:
+   the operator must see to it that it cannot be guessed.
 2. An owner is 1 to 64 printable ASCII characters. It is no address, nor does it begin as the owners of tokens do: so
-   whoever comes with a key is never taken for a stranger of that address, or for the subject of a token.
-3. Fields that a newer version wrote are passed over. A key that is not as it should be lets nobody in, and keeps
-   nobody from reading the others: else one of them would hide that another was revoked.
+   a caller with a key is never taken for an anonymous client of that address, or for the subject of a token.
+3. Fields that a newer version wrote are passed over. A key that is not as it should be lets no client in, and does not
+   prevent the other keys from being read: else one bad key would hide that another was revoked.
 """
 
 import re
@@ -24,7 +24,7 @@ KEY_CHARS_MIN, KEY_CHARS_MAX = 20, 256
 # What the owner of a token begins with: its subject follows, or the subject's hash.
 TOKEN_OWNER, TOKEN_OWNER_HASHED = "jwt:", "jwt#"
 OWNER_CHARS_MAX = 64
-# Of any limit: beyond, nothing is limited in truth, and some sums would not be exact.
+# The highest that a limit may be: a higher one would limit nothing in truth, and some sums would not be exact.
 LIMIT_MAX = 1_000_000_000
 Limit = Annotated[int, Meta(ge=0, le=LIMIT_MAX)]
 Burst = Annotated[int, Meta(ge=1, le=LIMIT_MAX)]
@@ -97,7 +97,7 @@ def encode_key(key: ApiKey) -> bytes:
 
 
 def decode_keys(stored: Iterable[bytes]) -> list[ApiKey]:
-    """The keys that can be read: one that cannot lets nobody in."""
+    """The keys that can be read: a key that cannot lets no client in."""
     found = []
     for body in stored:
         try:

@@ -1,6 +1,6 @@
-"""One batch as people see it: which, how large, why it left, who answered, how long it took. Never what is in it.
+"""One batch as people see it: its id and size, why it left, which endpoint answered, how long it took. No inputs.
 
-Whoever looks at a batch while it is under way sees what is known so far.
+While a batch is under way, it shows what is known so far.
 """
 
 from itertools import count
@@ -20,12 +20,12 @@ class Batch(msgspec.Struct, eq=False, gc=False):
     # Why it left when it did (batching/policy.py).
     reason: str
     taken: float
-    # Of its last call: when it began, to whom, and which attempt that was.
+    # Of its last call: when it began, to which endpoint, and which attempt that was.
     sent: float = 0.0
     endpoint: str = ""
     attempts: int = 0
-    # When all of its requests had an outcome, or were somebody else's to look after; and `ok`, `not-sent`, or an
-    # error's code: that of the last call, whatever became of the requests then.
+    # When each of its requests had an outcome, or was left to a search or to a later try; and `ok`, `not-sent`, or
+    # an error's code: that of the last call, whatever became of the requests then.
     ended: float = 0.0
     result: str = ""
     # How its last call failed, in Carpool's own words.
@@ -38,7 +38,7 @@ class BatchIds:
     """Ids for the batches of one model in one process."""
 
     def __init__(self, beginning: str) -> None:
-        # 8 hex digits, drawn by whoever makes this.
+        # 8 hex digits, drawn by the batching loop.
         self._beginning = beginning
         self._numbers = count(1)
 

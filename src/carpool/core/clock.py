@@ -17,5 +17,5 @@ def rfc3339(wall: float) -> str:
 
 
 # A timer that comes so much later than it was set for: this process stood still (SIGSTOP, a suspended machine).
-# Timers come before what lies in the sockets then: that something is late is no fault of others.
+# Timers then run before what lies in the sockets is read: that an answer is late is not its sender's fault.
 STOOD_STILL_S = 1.0

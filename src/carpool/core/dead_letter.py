@@ -17,7 +17,7 @@ class DeadLetterSummary(msgspec.Struct, frozen=True, gc=False):
     id: int
     request_id: str
     model: str
-    # The code of an error of the error tree, and what its client was told.
+    # The code of an error of the error tree, and the detail that its client got.
     cause: str
     detail: str
     # How often it was sent to an upstream.
@@ -63,7 +63,7 @@ def is_dead_letter(error: CarpoolError) -> bool:
 
 
 def is_kept(kept: SynchronousKept, error: CarpoolError) -> bool:
-    """Whether a synchronous request that failed so is kept: its client was told, and can send it again."""
+    """Whether a synchronous request that failed so is kept: its client got the error, and can send it again."""
     if kept == "poison":
         return isinstance(error, InputRefused)
     return kept == "all" and is_dead_letter(error)

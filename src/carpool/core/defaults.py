@@ -2,7 +2,7 @@
 
 
 def do_nothing(*given: object) -> None:
-    """Nobody wants to know."""
+    """For a callback that its caller does not need."""
 
 
 def no(*given: object) -> bool:

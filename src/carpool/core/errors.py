@@ -65,7 +65,7 @@ class CarpoolError(Exception):
         self.retry_after_s = retry_after_s
         # The Allow header of a 405.
         self.allow = allow
-        # How long it would have waited, for who is refused because of that.
+        # How long a request that is refused because of that would have waited.
         self.predicted_wait_ms = predicted_wait_ms
         # Further HTTP headers that belong to it, each with its line end.
         self.header_lines = header_lines
@@ -331,17 +331,17 @@ class DeadlineExceeded(UpstreamError):
 
 
 def own_deadline_passed(timeout_s: float) -> DeadlineExceeded:
-    """What is told to whoever set the deadline itself."""
+    """The error for a request whose client set the deadline itself."""
     return DeadlineExceeded(f"no result within the {timeout_s * 1000:g} ms that the request itself allowed")
 
 
 def total_time_passed(timeout_s: float) -> DeadlineExceeded:
-    """What is told to whoever waited for an answer as long as anybody may."""
+    """The error for a synchronous request that waited for an answer as long as any request may."""
     return DeadlineExceeded(f"no result within {round(timeout_s, 3):g} s (`broker.total_timeout_s`)")
 
 
 def task_time_passed() -> DeadlineExceeded:
-    """What is told of a task that had no outcome in time; a process that took it over does not know how long it had."""
+    """The error for a task that had no outcome in time; a process that took it over does not know how long it had."""
     return DeadlineExceeded("no result in the task's time (`tasks.timeout_s`, or less where its client said so)")
 
 
@@ -353,7 +353,7 @@ class QueueTimeout(DeadlineExceeded):
 
 
 def queue_time_passed(timeout_s: float) -> QueueTimeout:
-    """What is told to whoever waited too long for a slot."""
+    """The error for a request that waited too long for a slot."""
     waited = f"no slot was free within {timeout_s:g} s (`broker.queue_timeout_s`); try again, or as a task"
     return QueueTimeout(waited, retry_after_s=1)
 
@@ -382,7 +382,7 @@ class GivenBack(Draining):
 
     def __init__(self, detail: str, *, is_alone: bool = False) -> None:
         super().__init__(detail)
-        # From now on it shares its call with nobody: a second endpoint is to say whether its input is at fault.
+        # From now on it is sent alone: a second endpoint is to say whether its input is at fault.
         self.is_alone = is_alone
 
 

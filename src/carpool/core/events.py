@@ -1,14 +1,14 @@
-"""What happens to requests, told to whoever subscribed, such as tracing. One object for each process.
+"""What happens to requests, for subscribers such as tracing. One object for each process.
 
 1. A request is `admitted` once, when it counts against the bounds, and `settled` once, when its outcome is counted.
    Between these its batches are `taken` and `sent`, again where something failed. A batch has `ended` when all of its
-   requests are settled, or are somebody else's to look after: they wait again, or are looked into one by one.
-2. Where nobody has subscribed this costs a test for truth: whoever tells asks `if events.subscribers` first.
-3. A subscriber that raises harms nobody: that is logged, and the others are told. It must not wait for anything: a
-   batch would wait for it.
-4. Over Redis a gateway tells of what was admitted and settled, a batcher of what was taken and sent, and of tasks whose
-   result it wrote. Each has a Request of its own for it, with the same id. Of a task that was deleted in Redis, or that
-   nobody took in time, no process has one: whoever ended it tells that it is settled, with what is known of it.
+   requests are settled, or handled elsewhere: they wait again, or a search looks into them one by one.
+2. Without subscribers this costs a test for truth: a stage tests `if events.subscribers` before it reports an event.
+3. A subscriber that raises does no harm: its error is logged, and the others are called. It must not wait for anything:
+   a batch would wait for it.
+4. Over Redis a gateway reports what was admitted and settled, a batcher what was taken and sent, and tasks whose result
+   it wrote. Each has a Request of its own for it, with the same id. Of a task that was deleted in Redis, or that no
+   batcher took in time, no process has one: the process that ended it reports it as settled, with what is known of it.
 5. Where identical requests are coalesced, each is admitted and settled; the leader is taken and sent, with the id
    of one of them.
 """
@@ -25,9 +25,9 @@ logger = logging.getLogger("carpool")
 
 
 class Subscriber(Protocol):
-    """Whoever wants to know. Requests and batches are to be looked at, never changed; those under way are not kept.
+    """A listener. It may look at requests and batches, but never change them, nor keep those that are under way.
 
-    A class that is derived from this one, and has not all of these, is told of those that it has.
+    A class that is derived from this one gets the events for which it has a method of its own.
     """
 
     def admitted(self, request: Request) -> None:
@@ -39,7 +39,7 @@ class Subscriber(Protocol):
         return
 
     def sent(self, batch: Sequence[Request], endpoint: str, attempt: int, now: float) -> None:
-        """A call with these begins: the first attempt is 1. One on a dead connection may be repeated as the same."""
+        """A call with these begins: the first attempt is 1. After a dead connection the same attempt may come again."""
         return
 
     def ended(self, batch: Batch, requests: Sequence[Request]) -> None:
@@ -47,32 +47,32 @@ class Subscriber(Protocol):
         return
 
     def settled(self, request: Request, outcome: Outcome) -> None:
-        """A request got its outcome, at `request.ended`; its waiter was told before, and its input is gone."""
+        """A request got its outcome, at `request.ended`; its waiter got it before, and its input is gone."""
         return
 
 
 class Events:
-    """Tells every subscriber."""
+    """Reports each event to every subscriber."""
 
     def __init__(self) -> None:
-        # A new tuple with each change, for somebody may be told meanwhile.
+        # A new tuple with each change, for an event may be on its way to the subscribers meanwhile.
         self.subscribers: tuple[Subscriber, ...] = ()
         self._failures = 0
         self._find_listeners()
 
     def subscribe(self, subscriber: Subscriber) -> None:
-        """Tell this one from now on."""
+        """Report events to this subscriber from now on."""
         self.subscribers = (*self.subscribers, subscriber)
         self._find_listeners()
 
     def unsubscribe(self, subscriber: Subscriber) -> None:
-        """Tell this one no more."""
+        """Report no more events to this subscriber."""
         self.subscribers = tuple(each for each in self.subscribers if each is not subscriber)
         self._find_listeners()
 
     def _find_listeners(self) -> None:
-        """Who is told of what, looked up once: some of it happens with every request."""
-        # Most subscribers have nothing to do with this one: so it is asked for by itself.
+        """Which subscriber gets which event, looked up once: some events happen with every request."""
+        # Most subscribers have no use for this event: so callers test for its listeners alone.
         self.of_admitted = [each.admitted for each in self.subscribers if has_own(each, "admitted")]
         self._of_taken = [each.taken for each in self.subscribers if has_own(each, "taken")]
         self._of_sent = [each.sent for each in self.subscribers if has_own(each, "sent")]
@@ -142,7 +142,7 @@ def has_own(subscriber: Subscriber, event: str) -> bool:
 
 
 def all_settled_of(subscriber: Subscriber) -> Callable[[Sequence[Request], Sequence[Output]], None]:
-    """How to tell a subscriber of many outputs: its own `all_settled`, if it has such a quicker way, or one by one."""
+    """How a subscriber gets many outputs: by its own `all_settled`, if it has such a quicker way, or one by one."""
 
     def tell_each(requests: Sequence[Request], outputs: Sequence[Output]) -> None:
         for request, output in zip(requests, outputs, strict=True):

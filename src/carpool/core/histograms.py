@@ -1,7 +1,7 @@
 """Counts that cost next to nothing to keep; telemetry reads them when it is scraped.
 
 prometheus-client's own `observe` takes about a microsecond and a lock, 64 times a batch. A stage counts here
-with plain integers, and `telemetry.metrics` turns them into metric families only when somebody asks.
+with plain integers, and `telemetry.metrics` turns them into metric families only when it is scraped.
 """
 
 from bisect import bisect_left, bisect_right
@@ -61,7 +61,7 @@ class Histogram:
         self.total += max(0.0, sum(ordered) - less * len(ordered))
 
     def exemplify(self, value: float, trace_id: str, wall: float) -> None:
-        """A value that is counted by itself has a trace: who looks at its bucket may want to see one such."""
+        """Keep the trace of a value that is counted by itself, as an example for its bucket."""
         self.examples[bisect_left(self.bounds, value)] = Example(trace_id, value, wall)
 
     def buckets(self) -> list[tuple[str, float]]:
@@ -75,7 +75,7 @@ class Histogram:
 
 
 SECONDS_BOUNDS = (1e-4, 5e-4, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 1.0, 2.0, 4.0, 10.0, 30.0)
-# Of a whole: how full a batch is, how far an estimate is off.
+# Bounds for shares of a whole: how full a batch is, how far an estimate is off.
 SHARE_BOUNDS = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 BATCH_SIZE_BOUNDS = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 60, 63, 64, 96, 128)
 
@@ -119,7 +119,7 @@ class RequestSeconds:
         for seconds in by_tier.values():
             seconds.sort()
             count += len(seconds)
-            if seconds[0] < since_taken_s:  # nobody was taken before it came
+            if seconds[0] < since_taken_s:  # no request was taken before it came
                 since_taken_s = seconds[0]
         for tier, seconds in by_tier.items():
             self.by_tier[tier].observe_ordered(seconds)
@@ -131,7 +131,7 @@ class RequestSeconds:
             self.reply.observe_alike(split.reply, count)
 
     def answered_late(self, by_tier: Mapping[int, list[float]], call: CallFacts) -> None:
-        """The same for those who came while the call ran: each was taken as it came, and has times of its own."""
+        """The same for requests that came while the call ran: each was taken as it came, and has times of its own."""
         for tier, seconds in by_tier.items():
             splits = [split_seconds(each_s, 0.0, call.started_s, call.upstream_s) for each_s in seconds]
             self.by_tier[tier].observe_all(seconds)
@@ -164,8 +164,8 @@ class Split(NamedTuple):
 def split_seconds(total_s: float, queue_s: float, before_call_s: float, call_s: float | None) -> Split:
     """A time by stage, none of them below zero, all together the time itself; a call without an end takes all of it.
 
-    What is told may be more than there was: another process's clock, or a call that had begun when a request came that
-    shares its result. The call counts before what was before it.
+    The parts that are given may be more than the whole: by another process's clock, or because the call had begun when
+    a request came that shares its result. The call counts before what was before it.
     """
     queue_s = max(0.0, min(queue_s, total_s))
     left_s = total_s - queue_s

@@ -1,11 +1,11 @@
-"""What was worked out is kept for those who ask the same: bounded by number and by bytes. Pure."""
+"""Results that are kept for the next caller that needs the same: bounded by number and by bytes. Pure."""
 
 from typing import TypeVar
 
 Key = TypeVar("Key")
 Value = TypeVar("Value")
 
-# Of one of them.
+# The bytes that one `Kept` may hold.
 KEPT_BYTES_MAX = 4 * 1024 * 1024
 
 

@@ -1,6 +1,6 @@
-"""What the live page and `carpool top` are told each second, in types. Never inputs, parameters, owners or credentials.
+"""What the live page and `carpool top` get each second, in types. Never inputs, parameters, owners or credentials.
 
-Each process cuts its last second into a `LivePart`; over Redis the process that somebody looks at adds up those of all.
+Each process cuts its last second into a `LivePart`; over Redis the process that serves the page adds up those of all.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ from carpool.core.snapshot import FleetState, Health
 BATCHES_MAX = 500
 # Requests in one event that took longest, and lanes in which most wait.
 SLOW_MAX = 5
-# For so long a page shows them, and can be asked for one.
+# For so long a page shows slow requests, and their details can be asked for.
 SLOW_KEPT_S = 60
 LANES_MAX = 8
 # Buckets for each doubling of a latency: a quantile is at most 9 % too large.

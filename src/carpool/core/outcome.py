@@ -17,7 +17,7 @@ class CallFacts(msgspec.Struct, frozen=True, eq=False, gc=False, array_like=True
     upstream_s: float
     model_version: str | None = None
     cached: bool = False
-    # Who answered, by the name that `/internal/fleet` shows; "" for a function of the library.
+    # The endpoint that answered, by its name in `/internal/fleet`; "" for a function of the library.
     endpoint: str = ""
     # Which attempt that was; 1 for the first.
     attempts: int = 1
@@ -26,17 +26,17 @@ class CallFacts(msgspec.Struct, frozen=True, eq=False, gc=False, array_like=True
     started_s: float = 0.0
     # The id of its batch; "" where batches have none (the library).
     batch_id: str = ""
-    # Of its seconds, what counts for each request: they are shared by all whom it answered.
+    # What counts for each request of its seconds: all requests that it answered share them equally.
     gpu_s: float = 0.0
     # Why its batch left (batching/policy.py).
     reason: str = ""
-    # Its batch was refused, and it was looked for the input at fault: how long that took, of `started_s`. And of the
-    # time in the queue, where it was in such a batch before, was cleared, and waited again.
+    # Its batch was refused, and a search looked for the input at fault: how long that took, of `started_s`. And the
+    # same of the time in the queue, for a request that a search had cleared before and that waited again.
     search_s: float = 0.0
     searched_s: float = 0.0
-    # The span of its batch is kept: whoever tells of a request may refer to it.
+    # The span of its batch is kept: spans and records of a request may refer to it.
     is_traced: bool = False
-    # How it failed, in Carpool's own words; "" for one that was answered.
+    # How the call failed, in Carpool's own words; "" if it was answered.
     failure: str = ""
 
 

@@ -52,7 +52,7 @@ class LaneCounts(Protocol):
         ...
 
     def by_tier(self) -> list[int]:
-        """In how many lanes some of a tier, or of those above it, wait on the line."""
+        """By tier: in how many lanes synchronous requests of this tier, or of higher ones, wait."""
         ...
 
     def opened_by(self, owner: str) -> int:
@@ -65,7 +65,7 @@ class LaneCounts(Protocol):
 
 
 class QueueStats(Protocol):
-    """Who waits of one model and tier: synchronous requests alone, or tasks alone."""
+    """The waiting requests of one model and tier: synchronous ones alone, or tasks alone."""
 
     @property
     def waiting(self) -> int:
@@ -87,7 +87,7 @@ class QueueStats(Protocol):
         ...
 
     def late_of(self, owner: str) -> int:
-        """Those of them that came in late, with a burst."""
+        """Requests of one owner that wait and came in late, with a burst."""
         ...
 
     @property
@@ -114,7 +114,7 @@ class Outcomes(Protocol):
 
 
 class Cancels(Protocol):
-    """What is told of clients who leave."""
+    """Where a face reports clients that leave."""
 
     def cancel(self, request: Request) -> None:
         """The client left: never send it if it has not been sent yet, discard its result otherwise."""
@@ -129,7 +129,7 @@ class RequestQueue(Cancels, Protocol):
         ...
 
     def refusal_of_all(self, requests: Sequence[Request]) -> CarpoolError | None:
-        """Why there is no room for those of one call, all of them; None if there is, as far as this process knows."""
+        """Why there is no room for all requests of one call; None if there is, as far as this process knows."""
         ...
 
 
@@ -137,11 +137,11 @@ class Returns(Outcomes, Protocol):
     """Where outcomes go, and requests that are to be sent again in other company."""
 
     def rest(self, request: Request) -> None:
-        """Neither does a request that was taken run any more, nor does it wait yet; `put_back` lets it wait again."""
+        """A request that was taken runs no more, and does not wait yet either; `put_back` lets it wait again."""
         ...
 
     def put_back(self, requests: Sequence[Request]) -> None:
-        """Let requests that were taken wait again, before those who came after them."""
+        """Let requests that were taken wait again, before requests that came after them."""
         ...
 
 
@@ -176,8 +176,8 @@ class Broker(RequestQueue, Outcomes, Protocol):
     ) -> list[Request]:
         """Remove up to `count` requests, best place first, none of them past its deadline.
 
-        Together they have at most `bytes_max` bytes, but for a first one that is larger: it comes alone. One with more
-        than `room_bytes` stays where it is, and so do those behind it.
+        Together they have at most `bytes_max` bytes, but for a first one that is larger: it comes alone. A request with
+        more than `room_bytes` stays where it is, and so do those behind it.
         """
         ...
 
@@ -293,7 +293,7 @@ class DeadLetterDesk(Protocol):
     """What a person may do with dead letters. An error of the tree is raised."""
 
     async def page(self, after: int, limit: int) -> list[DeadLetterSummary]:
-        """Those with an id above `after`, the oldest first."""
+        """Dead letters with an id above `after`, the oldest first."""
         ...
 
     def total(self) -> int:
@@ -301,7 +301,7 @@ class DeadLetterDesk(Protocol):
         ...
 
     async def show(self, letter_id: int) -> StoredDeadLetter:
-        """One of them, whole."""
+        """One dead letter, whole."""
         ...
 
     async def replay(self, letter_id: int) -> Replayed:
@@ -322,7 +322,7 @@ class DeadLetterDesk(Protocol):
 
 
 class TaskBoard(Protocol):
-    """Accepts tasks and tells what became of them."""
+    """Accepts tasks and reports what became of them."""
 
     def submit(self, request: Request, accepted: Callable[[CarpoolError | None], None]) -> None:
         """Accept a task: `accepted(None)` once it is safe, or `accepted(error)`."""
@@ -338,17 +338,17 @@ class TaskBoard(Protocol):
     ) -> object:
         """Answer with the task's state, now or when it has an outcome within `wait_s`; returns a ticket for `leave`.
 
-        `answer` returns False if nobody was there to read it: with `forget`, a finished task is then kept. To a caller
-        who may not see it, it is not there.
+        `answer` returns False if the client had left: with `forget`, a finished task is then kept. For a caller that
+        may not see a task, it does not exist.
         """
         ...
 
     def leave(self, ticket: Any) -> None:
-        """Whoever called `look` does not wait any more."""
+        """The caller of `look` does not wait any more."""
         ...
 
     def delete(self, caller: "Caller", task_id: str, done: Callable[[CarpoolError | None], None]) -> None:
-        """Cancel, discard or forget a task; to a caller who may not see it, it is not there."""
+        """Cancel, discard or forget a task; for a caller that may not see it, it does not exist."""
         ...
 
 
@@ -363,12 +363,12 @@ class RateLimit(msgspec.Struct, frozen=True):
 
 
 class Caller(msgspec.Struct, frozen=True):
-    """Whom a request counts for. The tier comes from the credential, never from the client's word."""
+    """The owner that a request counts for. The tier comes from the credential, never from the client's word."""
 
     # At most 64 ASCII characters.
     owner: str
     tier: int
-    # Without a credential: then whoever knows the id of a task may see it, for addresses change and are shared.
+    # Without a credential: then any client that knows the id of a task may see it, as addresses change and are shared.
     is_anonymous: bool = True
     # None: no limit at all.
     limit: RateLimit | None = None
@@ -429,7 +429,7 @@ class FarResults(Protocol):
     """Results that many processes keep together. Whatever is wrong there, the request goes on without."""
 
     def look(self, key: bytes, found: Callable[[Output | None, float], None]) -> None:
-        """Have `found` told the result and its age in seconds, or None: once, soon, not before this returns."""
+        """Have `found` called with the result and its age in seconds, or None: once, soon, not before this returns."""
         ...
 
     def keep(self, key: bytes, output: Output) -> bool:
@@ -447,9 +447,9 @@ class Sharing(Protocol):
     def needing(
         self, requests: Sequence[Request], options: "RequestOptions", told: Callable[[Sequence[Request]], None]
     ) -> None:
-        """Tell those of one call that must be let in, since neither a result nor another request serves them.
+        """Call `told` with the requests of one call that neither a result nor another request serves: let these in.
 
-        Once: at once, or soon, where others have to be asked for results. Then each is to be asked for, with `ask`.
+        Once: at once, or soon, where Redis has to be asked for results. Then the caller lets each in with `ask`.
         """
         ...
 
@@ -460,7 +460,7 @@ class Sharing(Protocol):
         ...
 
     def own(self, request: Request) -> Request:
-        """What tells how the client of a request is served, if others share it."""
+        """The request that shows how this client is served, where several clients share one."""
         ...
 
 
@@ -469,8 +469,8 @@ class Peer(msgspec.Struct, eq=False):
 
     # Its address; "" for a Unix socket, or if it is not known.
     address: str = ""
-    # What admission keeps about it: who asks, once it is known that this is the same for all its requests (then nobody
-    # need `identify` again); or who it is itself, if it may name others.
+    # What admission keeps about it: the caller of all its requests, once it is known that they have the same (then
+    # `identify` need not look again); or the peer's own caller, if it is a proxy that may name others.
     caller: Caller | None = None
     proxy: Caller | None = None
 
@@ -486,7 +486,7 @@ class EarlyRefusals(Protocol):
         ...
 
 
-# Header lines that tell a caller what is left of its limit (b"": nothing to tell), or why it does not come in.
+# Header lines that show a caller what is left of its limit (b"": it has none), or the error why it does not come in.
 LimitVerdict = bytes | CarpoolError
 
 
@@ -502,7 +502,7 @@ class RateLimits(Protocol):
         ...
 
     def when_known(self, caller: Caller, known: Callable[[LimitVerdict], None], cost: int = 1) -> None:
-        """Have `known` called, later and once, with what `enter`, or `enter_many`, could not tell."""
+        """Have `known` called, later and once, with the verdict that `enter`, or `enter_many`, did not have."""
         ...
 
 
@@ -514,7 +514,7 @@ class RateAsk(NamedTuple):
     per_minute: int
     capacity: int
     leased_max: int
-    # Of this gateway's lease: how many were used and not told before (None: nobody knows), and how many it keeps.
+    # Of this gateway's lease: how many were used and not reported before (None: not known), and how many it keeps.
     used: int | None
     kept: int
     # Calls that wait for an answer; how many more to lease for those that are expected.
@@ -528,12 +528,12 @@ class RateAsk(NamedTuple):
 class RateTold(NamedTuple):
     """The answer."""
 
-    # How many of those who wait come in.
+    # How many of the calls that wait come in.
     granted: int
     leased: int
     # False: what was to be kept is over.
     is_kept: bool
-    # Seconds until the bucket is full, if nobody comes.
+    # Seconds until the bucket is full, if no request comes.
     ahead_s: float
 
 
@@ -573,7 +573,7 @@ class CallTraces(Protocol):
     def call_begins(
         self, members: Sequence[Request], endpoint: str, attempt: int, now: float, *, is_search: bool
     ) -> CallTrace | None:
-        """A call with these begins. Its headers are for the endpoint; None where batches have no names."""
+        """A call with these begins. Its headers are for the endpoint; None where batches have no ids."""
         ...
 
     def call_ended(self, members: Sequence[Request], call: CallTrace) -> None:
@@ -582,13 +582,13 @@ class CallTraces(Protocol):
 
 
 class Admission(RateLimits, Protocol):
-    """Who comes in. Nothing past it is refused for load."""
+    """Decides which requests come in. Nothing past it is refused for load."""
 
     def identify(self, headers: dict[bytes, bytes], peer: Peer) -> Caller:
         """The caller behind a request with these headers, which came over the connection to `peer`; raises why not."""
         ...
 
-    # None: who is refused depends on what is in the body.
+    # None: which requests are refused depends on what is in the body.
     early: "EarlyRefusals | None"
 
     def hold(self, request: Request, concurrent: int) -> CarpoolError | None:
@@ -596,7 +596,7 @@ class Admission(RateLimits, Protocol):
         ...
 
     def hold_all(self, requests: Sequence[Request], concurrent: int) -> CarpoolError | None:
-        """The same for those of one call: all of them, or none."""
+        """The same for the requests of one call: all of them, or none."""
         ...
 
     def admit(self, request: Request) -> CarpoolError | None:
@@ -604,7 +604,7 @@ class Admission(RateLimits, Protocol):
         ...
 
     def judge_all(self, requests: Sequence[Request]) -> CarpoolError | None:
-        """Why those of one call are not let in, all of them; if they are, each still has to be, at once, by `admit`."""
+        """Why the requests of one call are not let in, all of them; if they are, `admit` must let each in at once."""
         ...
 
     def admit_task(self, request: Request, accepted: Callable[[CarpoolError | None], None]) -> None:

@@ -7,7 +7,7 @@ is installed beside it; and it copies what it reads once more. Tests compare thi
 1. A message is a run of fields, each a tag (number << 3 | wire type) and a value. Unknown fields are skipped.
 2. Repeated numbers come packed or one by one; both are read.
 3. Whatever ends outside of its message is a BadMessageError.
-4. Of a memoryview the values are views of it: nothing is copied until somebody asks for bytes or text.
+4. Of a memoryview the values are views of it: nothing is copied until a caller asks for bytes or text.
 """
 
 import struct

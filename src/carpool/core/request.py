@@ -4,8 +4,8 @@ A request is in exactly one phase. Only `settle` ends it, and only once, from an
 
     ADMITTED ──enqueue──► QUEUED ──take──► RUNNING ──settle──► DONE
 
-`Request.settle` is called by the broker, which keeps the counts, or by whoever refuses a request that the broker never
-held; everybody else calls the broker's `settle`.
+`Request.settle` is called by the broker, which keeps the counts, or by the stage that refuses a request that the broker
+never held; all other code calls the broker's `settle`.
 """
 
 import logging
@@ -30,12 +30,12 @@ logger = logging.getLogger("carpool")
 ADMITTED, QUEUED, RUNNING, DONE = 0, 1, 2, 3
 # The end of the lane keys of quarantined owners: no parameters, and no lane of a codec, end like this.
 APART = b"\0\0apart"
-# How the lanes go on of requests that were sent before, and are sent with their like, or alone: this, and which ones.
+# The end of the lanes of requests delivered before: this, and how often (they share batches), or an id (sent alone).
 AGAIN = b"\0again"
 
 
 class Waiter(Protocol):
-    """Whoever waits for an outcome: a parked connection, a task, a Python future."""
+    """What waits for an outcome: a parked connection, a task, a Python future."""
 
     def settled(self, request: "Request", outcome: Outcome) -> None:
         """Take the outcome of `request`; called exactly once for each request."""
@@ -46,7 +46,7 @@ class Permit(Protocol):
     """A place among the requests that an owner may have at once."""
 
     def give_back(self) -> None:
-        """It is free again; called exactly once for each request that has one."""
+        """The place is free again; called exactly once for each request that has one."""
         ...
 
 
@@ -69,29 +69,29 @@ class Request(msgspec.Struct, eq=False):
     place: float
     # A synchronous request must have left the queue so long after its arrival, or its outcome is a 504.
     queue_timeout_s: float
-    # Nothing is sent, and nobody waits, after this.
+    # After this the request is not sent, and its waiter does not wait any more.
     deadline: float
     waiter: Waiter
-    # The waiter's own reference (for a parked connection: its exchange). Nobody else touches it.
+    # The waiter's own reference (for a parked connection: its exchange). No other code touches it.
     ticket: Any = None
-    # Whom it counts for, in at most 64 ASCII characters; "" if that is not known. Admission says so.
+    # The owner that it counts for, in at most 64 ASCII characters; "" if that is not known. Admission sets it.
     owner: str = ""
     # What the client calls itself, for people who look for its requests; "" if it does not say.
     client_id: str = ""
     # For protocols that look into inputs: what the codec made of it, and what else must be equal to share a batch.
     prepared: Any = None
     lane: bytes = b""
-    # The broker's own references: where it is kept, and its number there. Nobody else touches them.
+    # The broker's own references: where it is kept, and its number there. No other code touches them.
     held_by: Any = None
     number: int = 0
     # A task outlives its client and this process; a synchronous request does not.
     is_task: bool = False
     # It stands for several clients' requests, which are counted in its place.
     is_shared: bool = False
-    # The call that it is part of was let in as a whole: nobody refuses it for load.
+    # The call that it is part of was let in as a whole: it is not refused for load any more.
     is_judged: bool = False
-    # For models whose results are kept: the key of its result; the result that was found for a task, or who waits for
-    # another one.
+    # For models whose results are kept: the key of its result; the result that was found for a task, or what waits for
+    # another result.
     result_key: Any = None
     result: Any = None
     # Its owner is quarantined: it shares a batch with quarantined owners only. Kept by the broker.
@@ -108,14 +108,14 @@ class Request(msgspec.Struct, eq=False):
     sends: int = 0
     # Of its time in the queue: how long it was in batches that were refused, and in the searches after that.
     searched_s: float = 0.0
-    # How long its client wants to wait, where that is less than everybody may; 0.0 if it does not say.
+    # How long its client wants to wait, where that is less than the setting allows; 0.0 if it does not say.
     own_timeout_s: float = 0.0
     # The end, for /internal/requests/{id}: when it was settled, and the error's code if it was with one.
     ended: float = 0.0
     result_code: str = "ok"
     # And of the call that answered it, or failed, what is known.
     call: CallFacts | None = None
-    # Where its owner may have so many at once only: given back when it is settled.
+    # Where its owner may have a limited number of requests at once: given back when it is settled.
     permit: Permit | None = None
     # Where it stands in a trace; None where tracing is off, and for most where it is on.
     trace: Trace | None = None
@@ -154,7 +154,7 @@ class Request(msgspec.Struct, eq=False):
             self.result_code = outcome.code
             if outcome.__traceback__ is not None:  # it was raised somewhere
                 without_frames(outcome)
-            if type(outcome) is DeadlineExceeded:  # whoever saw it pass need not know which one it was
+            if type(outcome) is DeadlineExceeded:  # the caller need not know whose deadline it was
                 outcome = deadline_passed(self)
         else:
             self.call = outcome.call
@@ -169,14 +169,14 @@ class Request(msgspec.Struct, eq=False):
 
 
 def deadline_passed(request: Request) -> DeadlineExceeded:
-    """What a request is told whose deadline passed: who set it."""
+    """The error for a request whose deadline passed: it says who set that."""
     if request.own_timeout_s:
         return own_deadline_passed(request.own_timeout_s)
     return task_time_passed() if request.is_task else total_time_passed(request.deadline - request.arrived)
 
 
 def facts_of_failure(request: Request) -> CallFacts | None:
-    """What is known of the last call of a request that failed; nobody pays for it. None: it was in no batch."""
+    """What is known of the last call of a request that failed; its `gpu_s` is 0. None: it was in no batch."""
     batch = request.batch
     if request.call is not None or batch is None:
         return request.call
@@ -191,28 +191,28 @@ def facts_of_failure(request: Request) -> CallFacts | None:
         reason=batch.reason,
         search_s=search_s,
         searched_s=request.searched_s,
-        is_traced=batch.trace is not None,  # those that fail are kept
+        is_traced=batch.trace is not None,  # traces of failed requests are kept
         failure=batch.failure,
     )
 
 
 def searched_since(request: Request, now: float) -> float:
-    """For how long it has been searched for bad inputs in its batch: that is over, and this request is not."""
+    """For how long a search has looked for bad inputs in its batch: the batch is over, and this request is not."""
     batch = request.batch
     return now - batch.ended if batch is not None and request.taken <= batch.ended < now and batch.ended else 0.0
 
 
 class Nobody:
-    """The waiter of a request that nobody waits for."""
+    """The waiter of a request whose outcome is not awaited."""
 
     def settled(self, request: Request, outcome: Outcome) -> None:
-        """Whoever wants to know asks for it."""
+        """Does nothing."""
 
 
 def ended_elsewhere(
     request_id: str, owner: str, tier: int, model: str, arrived: float, ended: float, error: CarpoolError
 ) -> Request:
-    """A task that got its outcome where no process has it, for those who are told of outcomes."""
+    """A task that got its outcome where no process has it, as a Request for subscribers to outcomes."""
     request = Request(request_id, model, b"", b"", 0, tier, arrived, arrived, 0.0, ended, Nobody(), is_task=True)
     request.owner = owner
     request.settle(error, ended)

@@ -1,4 +1,4 @@
-"""What a process shows of itself, in types: its health, its fleet, and its numbers. Whoever shows something reads this.
+"""What a process shows of itself, in types: its health, its fleet, and its numbers. Pages and metrics are made of this.
 
 A snapshot is of one turn of the event loop: the counts and histograms in it are the stages' own, not copies. A number
 that becomes a metric says so beside its type; its name is `carpool_` and that of the field. `/metrics` and
@@ -19,7 +19,7 @@ Mode = Literal["redis", "direct", "down"]
 EndpointStatus = Literal["healthy", "degraded", "offline"]
 Moment = Annotated[str, Meta(extra_json_schema={"format": "date-time"})]
 
-# By whom a number is shown: gateways and batchers over Redis (`serve --broker` is both), `serve` without Redis alone.
+# Which processes show a number: gateways and batchers over Redis (`serve --broker` is both), or `serve` without Redis.
 Shown = Literal["all", "gateways, alone", "gateways", "batchers", "over Redis", "alone"]
 # By the value of one label, or of two.
 Counts = Mapping[str, float]

@@ -8,9 +8,9 @@ import msgspec
 class QueuePlace(msgspec.Struct, frozen=True, gc=False):
     """Where a task stands."""
 
-    # 1 for the next one; 0 for one that is being worked on.
+    # 1 for the next task; 0 for a task that is being worked on.
     place: int
-    # Until it is taken, as far as anybody knows; None if nobody does.
+    # Until it is taken, as far as is known; None if it is not known.
     estimated_wait_ms: int | None
 
 

@@ -60,7 +60,7 @@ def raw_of_contents(contents: Message, datatype: str, most: int = 0) -> Iterator
 
 
 def contents_of_raw(data: Data, datatype: str) -> bytes:
-    """A part of an InferTensorContents with these elements; raises UnicodeDecodeError for none."""
+    """A part of an InferTensorContents with these elements; BYTES need not be UTF-8."""
     wanted = CONTENTS_FIELD[datatype]
     if datatype in ("FP32", "FP64"):
         return field(wanted, bytes(data))

@@ -3,12 +3,12 @@
 Raw is little-endian, row-major, and for BYTES each element after its length as u32.
 
 An input or an output is JSON, or packed: raw tensors with what they are, so that no byte of them goes through base64.
-A packed one is told from JSON by its first byte, which no JSON begins with:
+A packed one differs from JSON by its first byte, which no JSON begins with:
 
     0 | length of the head, u32 little-endian | head | the tensors' bytes, one behind the other
     head: a JSON array of [name, datatype, shape with the batch dimension, bytes]
 
-Whoever shows one to a person, or to a client that reads JSON, calls `shown`, or `as_input`.
+Code that shows one to a person, or to a client that reads JSON, calls `shown`, or `as_input`.
 """
 
 import re
@@ -26,7 +26,7 @@ from msgspec import Meta
 DIMENSIONS_MAX = 32
 # No dimension, and no tensor, is larger.
 DIMENSION_MAX = 1 << 40
-# Each has a length that must be looked at: so many of them are one tensor at most.
+# Each element of BYTES has a length that must be looked at: a tensor may have so many of them.
 BYTES_ELEMENTS_MAX = 65_536
 # Elements are parsed, and written, so many bytes at a time: as objects of Python all of them would be much larger.
 PIECE_BYTES = 64 * 1024
@@ -37,13 +37,13 @@ _NESTING = b"[]"
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
 _STRINGS = re.compile(rb"[\[\],\s]*+(?:%b[\[\],\s]*+){0,%d}+" % (_STRING.pattern, BYTES_ELEMENTS_MAX), re.DOTALL)
 _LENGTH = struct.Struct("<I")
-# What numbers, and what whole ones, are made of; and what is between them.
+# The characters of numbers, and of whole numbers; and those between them.
 _BETWEEN = b", \t\r\n"
 _OF_WHOLES, _OF_NUMBERS = b"0123456789-" + _BETWEEN, b"0123456789-+.eE" + _BETWEEN
 _TO_ZEROS = bytes.maketrans(b"123456789", b"0" * 9)
 _decode_floats = msgspec.json.Decoder(list[float]).decode
 
-# Bytes of somebody's: often a part of what they came in.
+# Bytes, often a view of the message in which they came.
 Data = bytes | memoryview
 Shape = tuple[Annotated[int, Meta(ge=0, le=DIMENSION_MAX)], ...]
 

@@ -15,12 +15,12 @@ from carpool.core.histograms import split_seconds
 from carpool.core.outcome import CallFacts
 from carpool.core.request import DONE, RUNNING, Request, searched_since
 
-# The longest wait for company that can be configured: whoever waited longer did so for a slot.
+# The longest wait for company that can be configured: a request that waited longer did so for a slot.
 COMPANY_S_MAX = 0.1
 # A timer comes a little late, and a batch is taken a little after it is due.
 LATE_S = 0.005
 
-# company: others who would share its batch; slot: an endpoint that is free; retry: a call that failed, and what came
+# company: requests that would share its batch; slot: a slot that is free; retry: a call that failed, and what came
 # before the next; search: for the input that made its batch fail; model: the call; rest: its way in and back.
 WaitedFor = Literal["company", "slot", "retry", "search", "model", "rest"]
 
@@ -64,7 +64,7 @@ class RequestState(msgspec.Struct, frozen=True):
     """What an operator sees of a request at `/internal/requests/{id}`; never its input."""
 
     status: Literal["queued", "processing", "completed", "failed"]
-    # A whole number, whoever tells it: processes of another version may tell fractions.
+    # A whole number for clients; processes of another version may send fractions.
     latency_ms: Annotated[float, Meta(extra_json_schema={"type": "integer"})]
     error: Annotated[str | None, Meta(description="the code of the error of one that failed")]
     client_id: Annotated[str | None, Meta(description="what its client calls itself")]
@@ -91,7 +91,7 @@ def state_of(request: Request, now: float, company_s_max: float = COMPANY_S_MAX)
     else:
         status = "completed" if request.result_code == "ok" else "failed"
     call = request.call
-    batch = None if status == "queued" else request.batch  # one that was put back was in one
+    batch = None if status == "queued" else request.batch  # a request that was put back still has its last batch
     return RequestState(
         status,
         milliseconds(until - request.arrived),
@@ -197,12 +197,12 @@ def parts_of(
 
 
 def waited_for(queue_s: float, reason: str, company_s_max: float) -> WaitedFor:
-    """What a request waited for in the queue. While a slot is free nobody waits longer than so for company."""
+    """What a request waited for in the queue. While a slot is free, company is waited for no longer than that."""
     if queue_s > company_s_max + LATE_S or reason == "drain":
         return "slot"
     return "company"
 
 
 def milliseconds(seconds: float) -> float:
-    """As they are shown."""
+    """A time as it is shown."""
     return round(max(0.0, seconds) * 1000, 2)

@@ -13,9 +13,9 @@ logger = logging.getLogger("carpool")
 
 # So long a turn of the event loop may be held up by work that can wait, about.
 TURN_S = 0.005
-# One that took longer is followed by a rest.
+# A turn that took longer is followed by a rest.
 LONG_TURN_S = 2 * TURN_S
-# However long: the process may have stood still in the middle of it.
+# The longest rest, however long the turn was: the process may have stood still in the middle of it.
 REST_S_MAX = 0.1
 
 
@@ -85,20 +85,20 @@ class OncePerTurn:
 
 
 class SharedTurns:
-    """Work of many that can wait: of a turn of the event loop all of them together get TURN_S, one after the other.
+    """Work of many callers that can wait: together they get TURN_S of a turn of the event loop, one after the other.
 
-    1. Whoever is called does some of its work, TURN_S of it at most, and asks for a later turn if there is more.
-    2. What has just come goes before what is left of longer work, so that nobody waits for those who have much to do;
-       but in each turn some of that is done too.
-    3. What cannot be done in parts may take longer. So long the event loop is then left to others, before the next: a
-       request needs several turns, and would wait for as many pieces of long work.
+    1. A callback does some of its work, TURN_S of it at most, and asks for a later turn if there is more.
+    2. New work goes before the rest of longer work, so that no caller waits for those with much to do; but in each
+       turn some of that is done too.
+    3. Work that cannot be done in parts may take longer. Then the event loop is left to other work for as long, before
+       the next piece: a request needs several turns, and would wait for as many pieces of long work.
     4. A defect in work that waited is logged; the others go on.
     """
 
     __slots__ = ("_is_resting", "_left", "_new", "_next", "_spent_s")
 
     def __init__(self) -> None:
-        # By whose work it is: these go by turns.
+        # By the caller whose work it is: callers take turns.
         self._new: dict[Hashable, deque[Callable[[], None]]] = {}
         self._left: deque[Callable[[], None]] = deque()
         # In this turn; and whether the next one is put off, for that was too long (rule 3).
@@ -108,12 +108,12 @@ class SharedTurns:
         self._next: OncePerTurn | None = None
 
     def __len__(self) -> int:
-        """How many wait for a turn."""
+        """How many pieces of work wait for a turn."""
         return sum(map(len, self._new.values())) + len(self._left)
 
     def now(self, work: Callable[[], None], whose: Hashable = None) -> None:
-        """Call `work`, which has just come: at once, if there is time. Of several for whom some waits each has one in
-        turn, however much the others have.
+        """Call `work`, which has just come: at once, if there is time. Where work of several callers waits, each has
+        one in turn, however much the others have.
         """
         self._notify()
         if self._spent_s > TURN_S:
@@ -140,7 +140,7 @@ class SharedTurns:
             return
         self._is_resting = False
         self._spent_s = 0.0
-        number, is_first = len(self._left), True  # who asks again has its next turn after this one
+        number, is_first = len(self._left), True  # work that asks again has its next turn after this one
         while self._new and self._spent_s <= TURN_S:
             whose, works = next(iter(self._new.items()))
             del self._new[whose]

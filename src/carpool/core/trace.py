@@ -2,7 +2,7 @@
 
 1. Each request has a trace of its own, or is part of its caller's, if that sent a `traceparent`.
 2. A batch has a trace of its own too, whatever is in it: its requests come from many traces, and belong to none of the
-   others. The batch and its requests have links to one another. Whoever knows a batch's id knows its trace.
+   others. The batch and its requests have links to one another. The trace of a batch follows from its id.
 3. What cannot be read is as good as not there, as the standard says: a new trace begins.
 """
 
@@ -14,7 +14,7 @@ import msgspec
 
 STATE_CHARS_MAX = 512
 STATE_MEMBERS_MAX = 32
-# Members may be empty. A header can have thousands: nobody looks at those.
+# Members may be empty. A header can have thousands: such a header is not looked at.
 COMMAS_MAX = 64
 SAMPLED = 0x01
 # Why a trace is kept, where that is known from its start: its caller asks, or the ratio falls on it.
@@ -38,7 +38,7 @@ class Trace(msgspec.Struct, eq=False, frozen=True, gc=False):
     span_id: bytes
     # The caller's span; b"" where the trace begins here.
     parent_id: bytes = b""
-    # It is kept, whatever becomes of the request, and whoever is called next is told so.
+    # It is kept, whatever becomes of the request, and the `traceparent` for the upstream says so.
     is_sampled: bool = False
     # The caller's `tracestate`.
     state: str = ""
@@ -47,7 +47,7 @@ class Trace(msgspec.Struct, eq=False, frozen=True, gc=False):
 
     @property
     def traceparent(self) -> str:
-        """For whoever is called next."""
+        """The header for the next server that is called."""
         return traceparent_of(self.trace_id, self.span_id, is_sampled=self.is_sampled)
 
 
@@ -63,7 +63,7 @@ class BatchTrace(msgspec.Struct, eq=False):
     """A batch that was sent, where calls are traced: what is remembered of it until it is written, if it is."""
 
     trace: Trace
-    # Those of its requests that are kept.
+    # The traces of its requests that are kept.
     links: list[Trace]
     # Its calls that have ended and are not written.
     calls: list["CallTrace"]
@@ -71,7 +71,7 @@ class BatchTrace(msgspec.Struct, eq=False):
 
 
 class CallTrace(msgspec.Struct, eq=False, gc=False):
-    """One call to an endpoint. Whoever makes the call writes down how it ended."""
+    """One call to an endpoint. The stage that makes the call writes down how it ended."""
 
     # For the upstream: name and value of each header.
     headers: tuple[tuple[str, str], ...]

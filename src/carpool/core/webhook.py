@@ -13,7 +13,7 @@ WEBHOOK_BYTES = 512
 
 
 class DueWebhook(msgspec.Struct, frozen=True, gc=False):
-    """One that is to be sent now; nobody else sends it for a while."""
+    """A webhook that is to be sent now; no other process sends it for a while."""
 
     # The task's.
     id: str
@@ -27,7 +27,7 @@ class DueWebhook(msgspec.Struct, frozen=True, gc=False):
 
 
 class WebhookState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One that waits, as operators see it."""
+    """A webhook that waits, as operators see it."""
 
     task_id: str
     url: Annotated[str, msgspec.Meta(description="without what stands behind `?`")]
@@ -46,9 +46,9 @@ class Outbox(Protocol):
         ...
 
     async def claim(self, limit: int, lease_s: float, host_max: int, busy: Mapping[str, int]) -> list[DueWebhook]:
-        """Some that are due, the oldest of each host first: nobody else gets them before the lease is over.
+        """Some that are due, the oldest of each host first: no other caller gets them before the lease is over.
 
-        Of each host at most `host_max`, less by as many as it is `busy` with; what is behind them is found too.
+        For each host at most `host_max`, minus those it is `busy` with; webhooks behind these are found too.
         """
         ...
 
@@ -57,7 +57,7 @@ class Outbox(Protocol):
         ...
 
     async def remove(self, webhook: DueWebhook) -> None:
-        """It was delivered, or given up."""
+        """The webhook was delivered, or given up."""
         ...
 
     async def put_back(self, webhook: DueWebhook, in_s: float, failure: str | None) -> None:
@@ -65,16 +65,16 @@ class Outbox(Protocol):
         ...
 
     async def page(self, limit: int) -> list[WebhookState]:
-        """Some of those that wait, the next first."""
+        """Some of the webhooks that wait, the next first."""
         ...
 
     async def retry(self, task_id: str | None) -> int:
-        """Let one, or all, be due now, but for those that are being sent; how many there were."""
+        """Let one webhook, or all, be due now, but for those that are being sent; how many there were."""
         ...
 
 
 def host_of(url: str) -> str:
-    """Whom a URL that was checked leads to, with the port if it names one."""
+    """The host that a URL that was checked leads to, with the port if it names one."""
     return url.split("/", 3)[2].partition("?")[0].lower()
 
 

@@ -1,22 +1,22 @@
-"""One batch to an endpoint, and again if the endpoint failed: attempts. What a refusal means is for others to say.
+"""Attempts: one batch to an endpoint, and again if the endpoint failed. What a refusal means is for the codec to say.
 
 1. A slot is given back the moment the answer has been read, before it is decoded, so that the GPU gets its next batch
    while this one is handed out.
 2. What an error means is the codec's word (`Refusal`): try elsewhere, split, bisect, fault, give up.
 3. Attempts are for the endpoint's faults, and are paid from the retry budget. The first one at another endpoint that is
    known to be well is free, and made at once: what it heals is the fault of the endpoint that failed.
-4. Whoever has left, or whose deadline has passed, is dropped before every call.
+4. Before every call, requests whose client has left or whose deadline has passed are dropped.
 5. A call whose connection was dead is sent again at once, in the same slot. That says nothing against the endpoint the
    first time. It is an attempt, and paid for, unless the call surely was not received. The same holds for a call whose
    answer is in doubt (repeats.py). The first of a batch is no attempt and costs nothing: the doubt is Carpool's own. An
    endpoint cannot cause many, since none of its connections is used again until it is known how it answers.
 6. No endpoint gets more inputs than it is known to take (limits.py), but for the one batch that tests that.
-7. A refusal that may blame an input is looked into by others. But where the endpoint is in doubt (pool.py), another one
+7. A refusal that may blame an input is for isolation.py. But where the endpoint is in doubt (pool.py), another endpoint
    that is known to be well is asked first, with the whole batch: one call in place of many.
 8. Where no endpoint here is known to be well, but another batcher has one, a batch that failed goes back to the queue.
    Its slot stays taken as long as a call takes: else an endpoint that fails at once would be free first each time, and
    all requests would come here before they are served elsewhere. A refused batch with members that another batcher gave
-   back stays: else one client's bad inputs would go to and fro with everybody else until no endpoint seemed to work.
+   back stays: else one client's bad inputs would take a batch from batcher to batcher until no endpoint seemed to work.
 """
 
 import asyncio
@@ -77,9 +77,9 @@ TIMER_EARLY_S = 0.01
 CUT_SHORT = 2.0
 # Rule 8: no slot stays taken for longer than this after its call.
 HELD_S_MAX = 1.0
-# That is, of one that has answered within this time, or within as many times what calls take.
+# CUT_SHORT is for an endpoint that has answered within this time, or within CUT_SHORT times what calls take.
 ANSWERS_S = 1.0
-# What is said with these has to do with the call, whatever is in it: credentials, addresses, methods, sizes, time.
+# Statuses that are about the call, whatever its inputs are: credentials, addresses, methods, sizes, time.
 OF_THE_CALL = frozenset({401, 402, 404, 405, 407, 408, 411, 413, 426, 429, 431})
 # How long a call takes, until the first has been seen; and the weight of the newest.
 SERVICE_S_PRIOR = 0.2
@@ -93,18 +93,18 @@ class Failure(NamedTuple):
 
     refusal: Refusal
     error: CarpoolError
-    # Who said so; None if nobody was reached.
+    # The endpoint that said so; None if no call was made.
     member: EndpointState | None = None
     # How many were in the call, and when it began.
     size: int = 0
     started: float = 0.0
     # The refusal blames the input, not the endpoint.
     is_certain: bool = False
-    # As a rule such a refusal blames no input: that it does here is shown by answers that came after it only.
+    # As a rule such a refusal blames no input: only answers that came after it show that it does here.
     needs_proof: bool = False
     # The connection was dead, or what came on it is in doubt.
     dead: ConnectionFailedError | None = None
-    # It tells something of the endpoint: that is not only busy, and had the time that calls take.
+    # The failure says something of the endpoint: it was not only busy, and had as long as calls take.
     tells: bool = True
     # Another endpoint, which refused the same whole.
     refused_too: EndpointState | None = None
@@ -170,12 +170,12 @@ class Attempts:
         self.calls: dict[str, int] = {"ok": 0, "failed": 0, "refused": 0, "protocol-fault": 0}
 
     def next_end_s(self) -> float:
-        """In how many seconds the next of the calls under way, or one that begins now, should end."""
+        """In how many seconds the next of the calls under way, or a call that begins now, should end."""
         now = self._clock()
         return max(0.0, next(iter(self._began.values()), now) + self.service_s - now)
 
     def live(self, batch: list[Request]) -> list[Request]:
-        """Those who still wait, and whose deadline has not passed."""
+        """The requests that still wait and whose deadline has not passed."""
         now = self._clock()
         return [request for request in batch if request.phase != DONE and request.deadline > now]
 
@@ -188,7 +188,7 @@ class Attempts:
         return self._others is not None and self._others.had(request)
 
     def goes_back(self, request: Request, *, for_verdict: bool = False) -> bool:
-        """Give a request that cannot be served here back to the queue, if another batcher can serve it: whether it is.
+        """Give a request that cannot be served here back to the queue if another batcher can serve it: whether it went.
 
         `for_verdict`: its input would be blamed here, and a second endpoint is asked first.
         """
@@ -206,7 +206,7 @@ class Attempts:
         `member`: the slot for the first attempt; None to take one when it is free. `is_search`: it is a step of a
         search, and called so in traces.
         """
-        # Those after which another endpoint was asked.
+        # The failures after which another endpoint was asked.
         failures: list[tuple[EndpointState, Failure]] = []
         try:
             result = await self._send(batch, member, ended, failures, is_search)
@@ -220,7 +220,7 @@ class Attempts:
     def _compared(
         self, failures: list[tuple[EndpointState, Failure]], result: Failure | EndpointState
     ) -> Failure | EndpointState:
-        """What several endpoints made of one batch tells something of those that failed first."""
+        """Learn of the endpoints that failed a batch first from what the last endpoint made of it."""
         for failed, failure in failures:
             if isinstance(result, EndpointState) and failed is not result and failure.tells:
                 if failure.refusal.kind == "bisect":
@@ -292,7 +292,7 @@ class Attempts:
             if failure.refusal.kind != "fault":  # else it was given back with the answer
                 self._free(failed, held_s)
             if not goes_on:
-                # It may have been their own deadline that ended the call.
+                # The deadline of the requests may have ended the call.
                 return out_of_time() if is_over and failure.refusal.kind == "elsewhere" else failure
             logger.warning(
                 "attempt %d of %d failed: %s",
@@ -304,9 +304,9 @@ class Attempts:
         return failure
 
     def _give_back(self, members: list[Request], failure: Failure, failed: EndpointState) -> tuple[bool, float]:
-        """Rule 8. Returns whether the next attempt is made here, for those who cannot go back.
+        """Rule 8. Returns whether the next attempt is made here, and for how long the slot stays taken.
 
-        And for how long the slot stays taken.
+        The next attempt is for the requests that cannot go back to the queue.
         """
         if self._others is None or self._pool.has_well(failed):
             return True, 0.0
@@ -353,7 +353,7 @@ class Attempts:
             return False
         if kind == "fault":
             return self._pool.has_others(failed)
-        # One that has answered none so large may have a limit: that is found by a search, if it is soon.
+        # An endpoint that has answered no batch so large may have a limit: a search finds it, short of DOUBT_MAX.
         is_limit = not failed.batch_limit.has_answered(failure.size, self._clock())
         is_doubted = doubt >= (DOUBT_MAX if is_limit else IN_DOUBT_FROM)
         return is_doubted and (self._others is not None or self._pool.has_well(failed))
@@ -407,7 +407,7 @@ class Attempts:
     ) -> Failure | None:
         """One call: settles the members and returns None, or returns what went wrong.
 
-        Gives the slot back if there was an answer, or nobody to wait for it; after a failure it is still held.
+        Gives the slot back after a 2xx answer, or when it raises; after any other failure the caller still holds it.
         """
         started = self._clock()
         call_id = self._call_ids.next()
@@ -428,7 +428,7 @@ class Attempts:
             is_slot_held = not 200 <= answer.status < 300
         except AttemptFailedError as failure:
             self.calls["failed"] += 1
-            # Else it was the clients' own time that was over.
+            # Else the clients' own deadline ended the call.
             is_by_setting = isinstance(failure, NoAnswerError) and timeout_s == self.timeout_s
             setting = " (`upstream.timeout_s`)" if is_by_setting else ""
             error = UpstreamFailed(f"the inference API could not be used: {failure}{setting}")
@@ -485,7 +485,7 @@ class Attempts:
             attempts=attempt,
             started_s=started - members[0].taken,
             batch_id="" if batch is None else batch.id,
-            # Not by those who have left meanwhile: their part would be nobody's.
+            # Requests that have ended meanwhile do not count: no request would be charged for their part.
             gpu_s=seconds / max(1, sum(request.phase != DONE for request in members)),
             reason="" if batch is None else batch.reason,
             search_s=searched_since(members[0], started) if is_search else 0.0,
@@ -499,13 +499,13 @@ class Attempts:
     def _call_failed(
         self, members: list[Request], member: EndpointState, timeout_s: float, started: float, why: str
     ) -> bool:
-        """No answer came: the fault of the endpoint, unless its clients gave it less time than calls take.
+        """No answer came: returns whether that is the endpoint's fault.
 
-        Nor is it while this process stood still. Returns whether it is.
+        It is not if the clients gave the call less time than calls take, or if this process stood still.
         """
         now = self._clock()
         if now > started + timeout_s + STOOD_STILL_S:
-            self._pool.says_nothing(member)  # its answer may have come, and nobody was there to read it
+            self._pool.says_nothing(member)  # its answer may have come while this process could not read it
             return False
         is_short = timeout_s < min(self.timeout_s, CUT_SHORT * self.service_s)
         if not is_short or now < started + timeout_s - TIMER_EARLY_S:
@@ -558,13 +558,13 @@ class Attempts:
         return Failure(refusal, UpstreamFailed(says), member, size, started, answer.status in (400, 422))
 
     def _may_be_an_input(self, status: int, members: list[Request], member: EndpointState) -> bool:
-        """Whether another status than those that blame inputs does so here, as that of a content filter may."""
+        """Whether a status that usually blames no input may do so here, like that of a content filter."""
         lately = self._clock() - WELL_S
         is_of_the_call = status in OF_THE_CALL or not 400 <= status < 500
         return not is_of_the_call and self._pool.answered_lane(member, members[0].common_key, lately)
 
     def _time_left(self, members: list[Request]) -> float:
-        """Seconds until nobody of them waits any more."""
+        """Seconds until the last deadline of those that still wait."""
         latest = max((request.deadline for request in members if request.phase != DONE), default=0.0)
         return latest - self._clock()
 
@@ -584,7 +584,7 @@ def outputs_of(parts: Sequence[Decoded], facts: CallFacts) -> list[Output]:
 
 
 def told_of_searches(members: Sequence[Request], outputs: Sequence[Output]) -> list[Output]:
-    """The outputs of these; those who were cleared by a search before are told so."""
+    """The outputs of these requests; that of a request which a search had cleared says how long that took."""
     return [
         replace(output, call=replace(output.call, searched_s=request.searched_s)) if request.searched_s else output
         for request, output in zip(members, outputs, strict=True)
@@ -607,5 +607,5 @@ def too_many(size: int, most: int, now: float) -> Failure:
 
 
 def out_of_time() -> Failure:
-    """No slot was free in time, or nobody was left who waits."""
+    """No slot was free in time, or no request of the batch still waited."""
     return Failure(Refusal("elsewhere"), DeadlineExceeded("no result in time"))

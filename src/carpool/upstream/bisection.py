@@ -1,13 +1,13 @@
-"""Finding the inputs that make a batch fail. Pure: says what to send next, and is told what became of it.
+"""Finding the inputs that make a batch fail. Pure: it says what to send next, and its caller reports what became of it.
 
 1. A group of which a call was refused is a suspect: one of its members is bad. Half of it is sent. Answered: the bad
    one is in the other half, which is then the suspect; that needs no call. Refused: this half is the suspect.
 2. Of the other half nothing is known then. Where bad inputs are rare it is cleared: one bad input explains all that was
    seen, so its members may ride in ordinary batches again. Otherwise it is sent by itself.
 3. Where bad inputs are common, members are sent one by one: halving would need more calls.
-4. Whoever is suspected alone is sent alone, also if all others have been answered: the refusal of the whole may have
-   been the endpoint's fault, and nobody is judged without having been heard. So one bad input in 64 costs six calls,
-   or seven.
+4. A member that is suspected alone is sent alone, even if all others have been answered: the refusal of the whole may
+   have been the endpoint's fault, so only a refusal alone counts against an input. So one bad input in 64 costs six
+   calls, or seven.
 5. While no endpoint is known to be alive, nothing is cleared, and both halves are sent at once. If nothing has been
    answered when the eighths have been refused (14 calls at most), it is not an input but the endpoint: the search ends.
 6. The largest group goes first: most members are resolved by the first few calls.
@@ -50,15 +50,15 @@ class Bisection:
         self._suspects = suspects
         # Where to cut the whole, if something speaks for another place than its middle; 0 if nothing does.
         self._cut_at = cut_at
-        # To be sent as they are.
+        # Groups to be sent as they are.
         self._unknown = unknown or []
-        # By a group that is being sent: what is a suspect if it is answered; None where nothing follows from that.
+        # By a group that is being sent: the group that is a suspect if it is answered; None where there is none.
         self._other_half: dict[Slice, Slice | None] = {}
         self.any_answered = False
-        # It said something that only a living endpoint says.
+        # An endpoint said something that only a living one says.
         self._is_alive = False
         self.answered_members = 0
-        # Members that were refused with nobody else in their call.
+        # Members that were refused alone in their call.
         self.refused_alone: list[int] = []
 
     def __repr__(self) -> str:
@@ -81,7 +81,7 @@ class Bisection:
         return max(waiting, key=lambda group: group.size, default=None)
 
     def take_next(self, *, is_alive: bool, singly: bool) -> Slice | None:
-        """What to send next; None if nothing can be sent now. Its fate is told by `answered`, `refused` or `left`."""
+        """What to send next, or None. The caller reports its fate by `answered`, `refused`, `too_large` or `left`."""
         group = self.peek(is_alive=is_alive)
         if group is None:
             return None
@@ -109,7 +109,7 @@ class Bisection:
             self._suspects.append(other)
 
     def refused(self, group: Slice, *, clears: bool) -> Slice | None:
-        """The group was refused: it has a bad input. Returns those whom that clears, if it may."""
+        """The group was refused: it has a bad input. Returns the other half if that is cleared (rule 2)."""
         other = self._other_half.pop(group)
         if group.size > 1:
             self._suspects.append(group)
@@ -127,7 +127,7 @@ class Bisection:
         self._unknown += [*halves(group), *([other] if other else [])]
 
     def left(self, group: Slice) -> None:
-        """Nobody of the group waits any more, or it has an outcome of its own: nothing follows for the others."""
+        """No member of the group waits any more, or they had another outcome: nothing follows for the other members."""
         other = self._other_half.pop(group, None)
         if other is not None:
             self._unknown.append(other)
@@ -143,11 +143,11 @@ class Bisection:
         return sorted(index for group in groups for index in range(group.first, group.end))
 
     def members(self) -> list[int]:
-        """All of whom nothing is known yet, those in calls included."""
+        """All members of whom nothing is known yet, those in calls included."""
         return sorted([*self.waiting(), *(i for group in self._other_half for i in range(group.first, group.end))])
 
     def give_up(self) -> list[int]:
-        """Send nothing more; returns those of whom nothing is known, and who are in no call now."""
+        """Send nothing more; returns the members of whom nothing is known, and who are in no call now."""
         waiting = self.waiting()
         self._suspects, self._unknown = [], []
         self._other_half = dict.fromkeys(self._other_half)
@@ -167,6 +167,6 @@ class Bisection:
 
 
 def halves(group: Slice) -> tuple[Slice, Slice]:
-    """Two groups of one of more than one member."""
+    """The two halves of a group of more than one member."""
     middle = (group.first + group.end) // 2
     return Slice(group.first, middle, group.level + 1), Slice(middle, group.end, group.level + 1)

@@ -34,20 +34,20 @@ class BisectionRun:
     def __init__(self, batch: list[Request], search: Bisection, failure: Failure | None, now: float) -> None:
         self.batch = batch
         self.search = search
-        # How it began; None for inputs that are sent alone because they are known, and what they are known by.
+        # The refusal it began with; None for inputs that are sent alone because they are known, and their hashes.
         self.failure = failure
         self.known = [key_of(request) for request in batch] if failure is None else []
         self.started = failure.started if failure is not None else now
-        # By member: who refused a call with it, who refused it alone, and how that was said.
+        # By member: the endpoints that refused a call with it, those that refused it alone, and the last refusal.
         self.refused_by: dict[int, set[EndpointState]] = {}
         self.refused_alone_by: dict[int, set[EndpointState]] = {}
         self.last: dict[int, Failure] = {}
-        # Who answered a part of it.
+        # The endpoints that answered a part of it.
         self.answered_by: set[EndpointState] = set()
         # The groups that were answered, and those that were refused, with the endpoints that did so.
         self.parts_answered: list[Slice] = []
         self.wholes_refused: list[tuple[Slice, EndpointState]] = []
-        # Owners that have been counted as quarantined for this case already.
+        # Owners whose score this search has raised already (quarantine.py).
         self.counted: set[str] = set()
         # How many endpoints were asked about a member alone, where it was more than one.
         self.asked: dict[int, int] = {}
@@ -67,7 +67,7 @@ class BisectionRun:
         return again
 
     def note(self, group: Slice, failure: Failure) -> None:
-        """A call with these members was refused. Others may have been in it, who have left meanwhile."""
+        """A call with these members was refused. Requests that have left meanwhile may have been in it, too."""
         member = failure.member
         for index in range(group.first, group.end):
             self.last[index] = failure

@@ -9,13 +9,13 @@
    again: a probe whose batch was refused as bad input tells nothing until the search for the bad input has ended.
 5. What is refused for its input is no failure: the endpoint answered.
 6. Where all that is known against the endpoint are inputs of one owner that failed, it is closed to that owner only: a
-   request of anybody else may probe at once. If that fails too, or more is known against it, it is closed to all.
+   request of any other owner may probe at once. If that fails too, or more is known against it, it is closed to all.
 7. One search makes many calls with one owner's inputs. All but the first count as `again`: they help to close the
    endpoint to that owner, never to all.
-8. A call that failed here and was answered elsewhere was healed: that is the endpoint's fault for certain, whatever its
-   other calls became. So these are not counted in a row, but by their share: as many as `failures_max`, of which each
-   success forgets a part. More than four in ten open it; one is enough to close it to all, where it is closed to one
-   owner (rule 6). While many were healed lately, pauses go on doubling.
+8. A call that failed here and was answered elsewhere was healed: the endpoint is at fault for certain, whatever became
+   of its other calls. So these are not counted in a row: each success takes an eighth off their count, and the breaker
+   opens at `failures_max`, which is when more than 40 % of recent calls were healed. Where it is closed to one owner
+   (rule 6), one healed call closes it to all. While some were healed lately, pauses go on doubling.
 """
 
 from collections.abc import Collection
@@ -23,9 +23,9 @@ from typing import Literal
 
 State = Literal["closed", "open", "half-open"]
 
-# Rule 8: what a success leaves of the failures that were healed.
+# Rule 8: what a success leaves of the count of healed failures.
 HEALED_LEFT = 1 - 1 / 8
-# Fewer than these are few, and none.
+# Below the first the count no longer keeps pauses long; below the second it is set to 0.
 HEALED_FEW, HEALED_NONE = 0.25, 0.01
 
 
@@ -58,10 +58,10 @@ class Breaker:
         self._pause_s = pause_s
         # While open: when a probe may go.
         self._probe_until = 0.0
-        # Rule 6, of the failures in a row: whose inputs they were, and whether they were more than that.
+        # Rule 6, of the failures in a row: the one owner whose inputs failed, and whether more is known than that.
         self._only_owner: str | None = None
         self._is_for_all = False
-        # Failures in a row that were nobody's input.
+        # Failures in a row that no owner's inputs explain.
         self._unowned = 0
         # Rule 7.
         self._again = 0
@@ -88,7 +88,7 @@ class Breaker:
 
     @property
     def blamed_owner(self) -> str | None:
-        """Whose inputs are all that is known against the endpoint; None if there is more, or nothing."""
+        """The owner whose inputs are all that is known against the endpoint; None if there is more, or nothing."""
         return None if self._is_for_all else self._only_owner
 
     @property
@@ -101,7 +101,7 @@ class Breaker:
         return self.state == "closed" or (self.state == "open" and now >= self._probe_until)
 
     def allows_others(self) -> bool:
-        """Whether a call for anybody but `blamed_owner` may start now, as a probe."""
+        """Whether a call for any other owner than `blamed_owner` may start now, as a probe."""
         return self.state == "open" and self.blamed_owner is not None
 
     def probe_at(self) -> float:
@@ -163,7 +163,7 @@ class Breaker:
         return self._open_if_failing(now, random_share, may_open)
 
     def record_recovery(self, now: float, random_share: float, *, may_open: bool) -> bool:
-        """What failed here was answered elsewhere (rule 8); as `failed`, beside which it is told."""
+        """A call that failed here was answered elsewhere (rule 8); called besides `failed`, and returns the same."""
         self._healed = min(self._healed + 1.0, float(self._failures_max))
         is_due = self._healed >= self._failures_max if self.state == "closed" else self.allows_others()
         if not (is_due and may_open):

@@ -169,7 +169,7 @@ class HttpEndpoint:
         try:
             url = self._page(where)
             is_own = url.origin() == self.url.origin()
-            # The secrets are for the endpoint itself, and for nobody else.
+            # The secrets are for the endpoint itself, and for no other server.
             secrets = self._credentials.headers() if is_own else {}
             tls = self._credentials.ssl_context() if url.scheme == "https" else None
             current_call.set(CallContext(self._line if is_own else EndpointConnections(str(url.origin()))))
@@ -258,7 +258,7 @@ def _reason(failure: Exception) -> str:
 
 
 def _error_body(secrets: Mapping[str, str], body: bytes) -> bytes:
-    """The body of an error, for those who look for its words; empty if that would take long."""
+    """The body of an error, in which the codec looks for words; empty if that would take long."""
     is_short = len(body) <= ERROR_BYTES_MAX and body.count(b",") <= ERROR_VALUES_MAX
     return without_secrets(secrets, body) if is_short else b""
 

@@ -1,22 +1,22 @@
-"""HTTP connections to endpoints: what comes in on one is the answer to the call under way on it, or nobody's.
+"""HTTP connections to endpoints: what comes in on one is the answer to the call under way on it, or no call gets it.
 
-An answer of HTTP/1.1 bears no name: it belongs to whoever asked last. Left alone, aiohttp keeps what comes between two
-calls, and hands it to the next as its answer. So:
+An answer of HTTP/1.1 carries no id: it belongs to the last call on its connection. Left alone, aiohttp keeps what comes
+between two calls, and hands it to the next as its answer. So:
 
-1. A connection rests, is taken by a call, or has been asked. Only then may an answer come. Bytes that come before are
+1. A connection rests, is taken by a call, or has been asked. Only when asked may it answer. Bytes that come before are
    stray: the connection is cut off, never used again, and counted. Empty lines are no bytes (RFC 9112, 9.2).
 2. An answer ends where its length says. What follows, in the same read or later, is stray. The first answer of its
-   connection is good even so. A later one, not yet handed out, is in doubt: of the two it may be the one that is
-   repeated.
+   connection is good even so. A later one, not yet handed out, is in doubt: it may be the repeated answer to the call
+   before.
 3. Right before a request is written the socket is looked at. What lies there unread is read first: stray bytes fall
    under rule 1, and on a connection that the other side has closed nothing is written.
 4. Outputs cannot come before the inputs were sent. An answer that begins before the request has been written whole is
    stray, unless it is an error: servers may refuse a long request early.
-5. An answer that comes while the next call is under way looks like that call's. One that is the same as the answer
-   before it is in doubt, and not believed (`repeats.py`).
+5. An answer that comes while the next call is under way looks like that call's. An answer that is the same as the
+   answer before it is in doubt, and not believed (`repeats.py`).
 6. An endpoint that was caught, or whose answer is in doubt, gets a connection of its own for each call, for `CAUGHT_S`:
    there is no next call that could get a repeated answer.
-7. After a connection was found dead, those that have rested since before that moment are not used either.
+7. After a connection was found dead, connections that have rested since before that moment are not used either.
 
 aiohttp offers no place for this but its protocol class. All that is aiohttp's own business stands in this file:
 `_factory` and `_parser`, and the order in which it calls. `tests/integration/test_stray_answers.py` holds it.
@@ -56,7 +56,7 @@ class EndpointConnections:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        # Connections that were cut off because of bytes that nobody had asked for.
+        # Connections that were cut off because of stray bytes.
         self.stray = 0
         # On the event loop's clock: a connection that came to rest before this is not used again.
         self.reuse_from = -inf
@@ -103,7 +103,7 @@ class CallContext:
         self.connection: UpstreamConnection | None = None
         # The connection had been used before.
         self.is_reused = False
-        # The first byte of the request is given to a connection that is open. Until then nobody can have received it.
+        # The first byte of the request is given to an open connection. Until then the endpoint cannot have received it.
         self.is_sent = False
         # A byte of an answer came.
         self.is_heard = False
@@ -131,7 +131,7 @@ class UpstreamConnection(ResponseHandler):
         self._exchange: CallAndAnswer | None = None
         # Its call, or while it rests its last one; None before the first.
         self._trip: CallContext | None = None
-        # Whom stray bytes count for, also before the first call.
+        # The endpoint for which stray bytes count, also before the first call.
         self._line = current_call.get().line
 
     def set_response_params(self, **params: Any) -> None:
@@ -147,7 +147,7 @@ class UpstreamConnection(ResponseHandler):
         return super().is_connected() and is_trusted
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        """It is over. Its last trip has it, and it has that."""
+        """The connection is over. Its last call and it refer to each other: that call lets go of it."""
         super().connection_lost(exc)
         if self._trip is not None:
             self._trip.connection = None
@@ -229,7 +229,7 @@ class UpstreamConnection(ResponseHandler):
             self._is_cut_off = True
             self._line.caught(self._loop.time())
         if self._trip is not None and self._trip.is_reused:
-            self._trip.is_doubtful = True  # rule 2; nobody looks at that any more once the answer is handed out
+            self._trip.is_doubtful = True  # rule 2; of no effect once the answer is handed out
         self.abort()
 
 

@@ -185,7 +185,7 @@ class UpstreamDispatcher:
         self._pool.isolation.pay(self._clock() - started - paid_s)
 
     async def _deliver(self, batch: list[Request], member: EndpointState, ended: BatchEnded) -> None:
-        """Every member of the batch has an outcome when this returns, or is somebody else's to look after."""
+        """When this returns, each member of the batch has an outcome, or is with isolation.py or the patient tasks."""
         failure: CarpoolError = InternalError("the gateway failed on this batch")
         all_of_it, result_code = batch, failure.code
         try:
@@ -202,7 +202,7 @@ class UpstreamDispatcher:
                 return
             result = await self.attempts.send(batch, member, ended)
             result_code = "ok" if isinstance(result, EndpointState) else result.error.code
-            failure = DeadlineExceeded("no result in time")  # for those who were dropped because it had passed
+            failure = DeadlineExceeded("no result in time")  # for members that were dropped because it had passed
             refused = result if isinstance(result, Failure) and result.refusal.kind == "bisect" else None
             if not batch[0].is_quarantined and (refused is not None or self._pool.isolation.refused_share):
                 self.isolation.batch_ended(batch, refused)
@@ -253,9 +253,9 @@ class UpstreamDispatcher:
                 self.quarantined.passed(self._model, request.owner, now)
 
     def _give_up(self, request: Request, error: CarpoolError, began: float) -> None:
-        """Settle a request with an error, and keep it as a dead letter if that is wanted. What another batcher may
-        serve goes back to the queue: it failed here, and nobody has shown that it is its own fault. Of one whose call
-        began before any was answered nothing is known: a task is tried again, and nobody else is kept.
+        """Settle a request with an error, and keep it as a dead letter if that is wanted. One that another batcher may
+        serve goes back to the queue: nothing has shown that its input is at fault. Nor has anything where its call
+        began before any was answered: then a task is tried again, and any other request is settled, not kept.
         """
         if request.phase == DONE:
             return

@@ -67,7 +67,7 @@ class ConnectionWasDeadError(ConnectionFailedError):
 
 
 class DoubtfulAnswerError(ConnectionFailedError):
-    """The answer may be that of the call before on this connection, so it is nobody's (repeats.py)."""
+    """The answer may be that of the call before on this connection, so no call gets it (repeats.py)."""
 
 
 class Endpoint(Protocol):

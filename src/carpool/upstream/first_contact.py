@@ -1,8 +1,8 @@
-"""Endpoints that have answered no call well since the start: what operators are told, and what becomes of tasks.
+"""Endpoints that have answered no call well since the start: what operators can read, and what becomes of tasks.
 
-1. Until an endpoint has answered one call, nobody can tell a bad input from a path, a credential or a field name that
-   is wrong. So the log says what the endpoint does, with the first failure and then at growing intervals, and which
-   setting to look at; `/internal/fleet` and `/internal/health` say the same.
+1. Until an endpoint has answered one call, Carpool cannot tell a bad input from a path, a credential or a field name
+   that is wrong. So the log says what the endpoint does, with the first failure and then at growing intervals, and
+   which setting to look at; `/internal/fleet` and `/internal/health` say the same.
 2. Of what the API itself says only names of fields are repeated: those that FastAPI puts into `loc`, the outermost
    name alone, and none that a client may have chosen.
 3. A task that fails before any endpoint of its model has answered is tried again until its own time is over. Then it
@@ -31,7 +31,7 @@ logger = logging.getLogger("carpool.upstream")
 
 # Rule 1: from the first line to the second, doubled each time, up to the longest; and after a failure of another kind.
 SAY_AGAIN_S, SAY_AGAIN_S_MAX, SAY_OTHER_S = 10.0, 600.0, 5.0
-# So many kinds of failures are worth a line of their own. How long nobody answered differs from call to call.
+# So many kinds of failures are worth a line of their own. The seconds in their texts differ from call to call.
 KINDS_MAX = 8
 _SECONDS = re.compile(r"[0-9]+\.[0-9]+")
 # Rule 2.
@@ -77,7 +77,7 @@ class Trouble:
 
 
 def call_failed(member: "EndpointState", what: str, look_at: str, now: float) -> None:
-    """A call to an endpoint failed: of one that has answered before there is nothing to tell here."""
+    """A call to an endpoint failed: log that now and then, unless the endpoint has answered a call well before."""
     if member.succeeded:
         return
     trouble = member.trouble = member.trouble or Trouble()
@@ -93,7 +93,7 @@ def call_answered(member: "EndpointState") -> None:
 
 
 def never_worked(error: CarpoolError) -> CarpoolError:
-    """What a client is told of whose request nobody knows whether it is at fault."""
+    """The error for a client where it is not known whether its request is at fault."""
     return type(error)(f"{error.detail} ({_NEVER_WORKED})", retry_after_s=error.retry_after_s)
 
 
@@ -198,13 +198,13 @@ class PatientTasks:
         for request, (error, again_at) in list(self._kept.items()):
             if request.phase == DONE:
                 del self._kept[request]
-            elif request.deadline - now <= 2 * LOOK_S:  # before the broker ends it, to whom it is only late
+            elif request.deadline - now <= 2 * LOOK_S:  # before the broker ends it, which only knows that it is late
                 del self._kept[request]
                 self._broker.settle(request, error)
             elif again_at <= now:
                 self._kept[request] = (error, inf)
                 searched_s = request.searched_s
                 self._broker.put_back([request])
-                request.searched_s = searched_s  # nobody searched
+                request.searched_s = searched_s  # there was no search
         if not self._kept:
             self._looks.stop()

@@ -74,7 +74,7 @@ class Fleet:
     def change_to(self, prepared: Endpoints) -> tuple[int, int]:
         """Have these endpoints from now on; returns how many came and how many go.
 
-        Those that go get no new call; what they have under way is finished.
+        Endpoints that go get no new call; what they have under way is finished.
         """
         came = [endpoint for address, endpoint in prepared.items() if address not in self._endpoints]
         gone = [endpoint for address, endpoint in self._endpoints.items() if address not in prepared]

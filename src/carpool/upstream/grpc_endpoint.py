@@ -6,7 +6,7 @@
    AttemptFailedError.
    Only the text tells it from what a server says, and a server may quote its clients. So texts are taken whole, with a
    number in them that no client knows. Where both readings lead to the same (another endpoint), that is not needed.
-3. grpcio is imported with the first endpoint: nobody else pays for it.
+3. grpcio is imported with the first endpoint: a process without one does not pay for it.
 4. A channel keeps the certificates that it was made with. When they change, the next call makes another channel; the
    old one is closed when its last call has ended.
 """
@@ -54,7 +54,7 @@ _NO_SUCH_NAME = ("DNS resolution failed", "errors resolving")
 
 _OPTIONS = [
     ("grpc.max_send_message_length", -1),
-    # Whoever comes back is noticed within a second; by default it could take two minutes.
+    # A server that comes back is noticed within a second; by default it could take two minutes.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 1000),
     ("grpc.max_reconnect_backoff_ms", 1000),
@@ -66,7 +66,7 @@ _OPTIONS = [
 
 
 class Channel:
-    """A channel of grpcio, and those who use it."""
+    """A channel of grpcio, and how many calls use it."""
 
     def __init__(self, channel: Any, pems: Pems | None) -> None:
         self.channel = channel
@@ -99,12 +99,12 @@ class GrpcEndpoint:
             self._is_secure = parsed.scheme in ("grpcs", "https")
             self._target = parsed.raw_authority.rpartition("@")[2]
             self.name = f"{parsed.scheme}://{self._target}"
-        # Those that are not closed. Only the last one gets further calls.
+        # The channels that are not closed. Only the last one gets further calls.
         self._channels: list[Channel] = []
 
     @property
     def open_channels(self) -> int:
-        """One, and those with other certificates whose calls have not ended."""
+        """The newest channel, and those with older certificates whose calls have not ended."""
         return len(self._channels)
 
     async def post(self, call: UpstreamCall, timeout_s: float) -> UpstreamResponse:
@@ -115,7 +115,7 @@ class GrpcEndpoint:
             secrets = self._credentials.headers()
             metadata = [*call.headers, *((name.lower(), value) for name, value in secrets.items())]
             async with self._channel() as channel, asyncio.timeout(timeout_s):
-                # The server is told too, so that it need not work for nobody.
+                # The server gets the timeout too, so that it can stop when no client waits any more.
                 body: bytes = await channel.infer(call.body, timeout=timeout_s, metadata=metadata)
         except TimeoutError:
             raise NoAnswerError(timeout_s) from None
@@ -126,7 +126,7 @@ class GrpcEndpoint:
         return UpstreamResponse(200, body)
 
     def _answer_of(self, failure: Any, call_bytes: int, timeout_s: float, secrets: list[str]) -> UpstreamResponse:
-        """The HTTP answer that means the same as a gRPC status; raises AttemptFailedError if nobody gave it."""
+        """The HTTP answer that means the same as a gRPC status; raises AttemptFailedError if grpcio itself gave it."""
         code: str = failure.code().name
         text: str = failure.details() or ""
         status = HTTP_STATUS.get(code, OTHER_STATUS)

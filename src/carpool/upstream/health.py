@@ -2,7 +2,7 @@
 
 1. An endpoint that answered a call well within the interval needs no probe. Any other is asked for the health page of
    its protocol, or for a connection where the protocol has none: at the start, and after each interval.
-2. Probes only tell: who gets calls is decided by what becomes of calls. A server may have no health page, or a page
+2. Probes only inform: what became of calls decides which endpoint gets some. A server may have no health page, or one
    that is well while the model is not. But an endpoint that failed is asked for it before a client's input is risked.
 3. Once a second: the load is read from the metrics page, if one is configured, and every limit makes its step.
 """
@@ -177,14 +177,14 @@ class HealthWatch:
 
 
 def breaker_shown(breaker: Breaker, now: float) -> str:
-    """The breaker's state; one that waits for a call to try the endpoint with counts as half-open."""
+    """The breaker's state; an open breaker that waits for a probe counts as half-open."""
     return "half-open" if breaker.state == "open" and breaker.allows(now) else breaker.state
 
 
 def state_of(member: EndpointState, now: float) -> EndpointStatus:
     """How an endpoint is."""
     breaker = breaker_shown(member.breaker, now)
-    is_open = breaker == "open" and not member.breaker.allows_others()  # else it is open to one owner only
+    is_open = breaker == "open" and not member.breaker.allows_others()  # else it is closed to one owner only
     if is_open or member.failed_probes >= FAILED_PROBES_MAX:
         return "offline"
     if (

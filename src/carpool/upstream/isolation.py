@@ -1,27 +1,27 @@
-"""Batches that were refused: finding the inputs at fault beside the work of everybody else. What to send is decided by
-search.py, refusals.py and slot_share.py; who is at fault is decided here.
+"""Batches that were refused: finding the inputs at fault while other batches go on. bisection.py, refusals.py and
+slot_share.py decide what to send; which input or endpoint is at fault is decided here.
 
 1. Steps of a search are no attempts, and say nothing against an endpoint. They go to another endpoint than the one that
    refused, if there is one: it may be the endpoint that is sick.
-2. While others wait for slots, searches have a share of the slots' time, and rather such slots as would take batches
-   that are not full; slots that nobody wants are free for them. The search with the most unresolved members goes first.
-   Where few wait, and while nothing at all has been answered since the refusal, they take turns with the others.
+2. While other requests wait for slots, searches have a share of the slots' time, and rather slots that would take
+   batches that are not full; slots that no batch needs are free for them. The search with the most unresolved members
+   goes first. Where few wait, and while nothing has been answered since the refusal, searches and batches take turns.
 3. Members are searched in the order of their owners: what one owner broke lies together, and is found as if it were
    one bad input.
-4. Whoever is cleared goes back to the head of its lane. Whoever cannot be resolved in time is told so (503), and
-   nobody else.
+4. A request that is cleared goes back to the head of its lane. Only a request that cannot be resolved in time gets the
+   503 that says so.
 5. An input that was refused alone is at fault if its endpoint is known to be right: it has answered others of the lane,
    and no other endpoint answers this input. An endpoint that refuses what another one answers is itself at fault. Where
-   nobody knows, the client gets the API's own word, and the endpoint is suspected by this owner's inputs only.
-6. Who is at fault gets a 422 and becomes a dead letter; the same input is sent alone from then on, for a while.
+   neither is known, the client gets the API's own word, and the endpoint is suspected by this owner's inputs only.
+6. A request at fault gets a 422 and becomes a dead letter; the same input is sent alone from then on, for a while.
 7. Where other batchers have endpoints that work, one of them is asked before an input is blamed, with this input alone.
    Only a refusal that blames the input (400, 422), by an endpoint that answered others of the same batch, is final.
    No owner is quarantined for what goes back to the queue.
-8. For a call that began before an endpoint had answered one well, nobody is at fault and no owner is quarantined
+8. For a call that began before an endpoint had answered one well, no input is blamed and no owner is quarantined
    (first_contact.py).
 9. Where both halves of a batch were refused, too, and nothing was answered meanwhile, it is hardly an input. If another
-   batcher has an endpoint that works, those who wait for the search go back to the queue, unless one of them came from
-   there: an endpoint that is sick, and slow to say so, would keep them until they have no time left.
+   batcher has an endpoint that works, the requests that wait for the search go back to the queue, unless a batcher had
+   given one of the batch back: a sick endpoint that is slow to say so would keep them until they have no time left.
 """
 
 import asyncio
@@ -45,26 +45,26 @@ logger = logging.getLogger("carpool.upstream")
 
 # While searches are under way: how often slots, deadlines and the account are looked at.
 LOOK_S = 0.01
-# Rule 2: a search goes before others while fewer of them will wait when the next slot is free than so many batches, and
-# WORTH of its members.
+# Rule 2: a search goes before other requests while fewer of these will wait when the next slot is free than so many
+# batches plus WORTH times its members.
 OTHERS_BATCHES = 1.45
-# What a member of a search counts for, beside one that waits.
+# The weight of a member of a search, where a request that waits in a lane has 1.
 WORTH = 0.5
-# However late the next slot will be free: more batches than this are not expected to come together until then.
+# The most batches that are expected to come together until the next slot is free, however late that is.
 MISSED_MAX = 3.0
 # Quarantined owners, and searches among them, go while fewer wait than this share of a batch.
 OTHERS_SHARE_QUARANTINED = 0.1
-# However many wait: the first steps of a search, which resolve most, come in time; and quarantined owners get on, too.
+# However many wait, a slot is due after so long: to a search of half a batch or more, a smaller one, the quarantined.
 STARVED_S, STARVED_SMALL_S, STARVED_QUARANTINED_S = 1.5, 3.0, 1.0
 # Where fewer wait than this share of a batch, slots take small batches: every second one may be a search's.
 FEW_SHARE = 0.25
 # Without others for so long, quarantined owners may have every slot.
 OTHERS_GONE_S = 1.0
-# From this share of refused batches on, somebody is looked for whom they have in common.
+# From this share of refused batches on, Carpool looks for one owner whom all refused calls have in common.
 MOSTLY_REFUSED = 0.4
 # A step is not begun that would end after the deadline; a call is not expected to take longer than this.
 STEP_S_MAX = 1.0
-# What a step shows of so few is worth something only if the endpoint is well.
+# What a step shows of a group of at most this size counts only if the endpoint is well.
 FEW = 3
 # Where a refusal may be the endpoint's fault, it must have answered others so lately for a request that came alone.
 SURE_S = 1.0
@@ -108,7 +108,7 @@ class Isolation:
         self._give_up = give_up
         self._max_batch = max_batch
         self._when_limit_is_learned = when_limit_is_learned
-        # How many others wait that could share a batch, as far as is known; and in all lanes together.
+        # How many requests wait that could share a batch, quarantined ones apart; and in all lanes together.
         self._others_waiting = others_waiting
         self._all_waiting = all_waiting
         # Whether others have had a slot since a search last took the only one that was free.
@@ -144,7 +144,7 @@ class Isolation:
         return len(self._cases)
 
     def others_wait(self) -> bool:
-        """Whether anybody waits for a slot who is in no search."""
+        """Whether a request waits for a slot that is neither in a search nor quarantined."""
         return self._others_waiting() > 0
 
     def batch_ended(self, batch: list[Request], refused: Failure | None) -> None:
@@ -161,9 +161,9 @@ class Isolation:
         self._serial += 1
         live = self._attempts.live(batch)
         if not live:
-            return  # nobody knows whether the endpoint was right
+            return  # with no member left, a search cannot tell whether the endpoint was right
         if not live[0].is_quarantined and self._has_quarantined(live):
-            # Found out while the call was under way, and reason enough for the refusal.
+            # An owner was quarantined while the call was under way: reason enough for the refusal.
             self._put_back(live)
             return
         live, cut_at = self._in_order(live)
@@ -233,7 +233,7 @@ class Isolation:
             self._looks.stop()
 
     def _look_at(self, case: BisectionRun) -> None:
-        """Tell those for whom it is too late, and end what is over."""
+        """Settle the requests for which it is too late, and end the search if it is over."""
         too_late = self._clock() + min(self._attempts.service_s, STEP_S_MAX)
         late = [case.batch[index] for index in case.search.waiting() if case.batch[index].deadline <= too_late]
         if (self._pool.is_none_closed or self._is_in_vain(case)) and self._attempts.are_others_well():
@@ -280,7 +280,7 @@ class Isolation:
             self._start(case, member)
 
     def step_before_others(self, member: EndpointState) -> Callable[[], None] | None:
-        """A slot has become free: the step that takes it before anybody else may, if there is one."""
+        """A slot has become free: the step that takes it before any batch may, if there is one."""
         chosen = self._choose(member) if self._cases else None
         return (lambda: self._start(chosen[0], member)) if chosen else None
 
@@ -308,13 +308,13 @@ class Isolation:
             unresolved = case.search.unresolved if is_alive else self._max_batch
             if best is not None and unresolved <= best[0]:
                 continue
-            # Where the wish of one is not to be had, another may be content with what there is.
+            # Where no free slot fits the wish of one search, one may fit that of another.
             if self._pool.has_free(wish) if member is None else self._pool.fits(member, wish):
                 best = (unresolved, case, wish)
         return best[1:] if best else None
 
     def _is_enough(self, member: EndpointState | None) -> bool:
-        """Whether the next step would take the last free slot, which others need soon, and others are under way."""
+        """Whether the next step would take the last free slot, which batches need soon, and enough are under way."""
         pool = self._pool
         under_way = sum(case.under_way for case in self._cases)
         return under_way >= pool.isolation.at_once(pool.total()) and self._is_last(member)
@@ -324,10 +324,10 @@ class Isolation:
         return self._pool.free() <= (member is None)
 
     def _goes_before(self, case: BisectionRun, member: EndpointState | None) -> bool:
-        """Whether a step of this search is worth more than a batch of others, who lose a slot by it.
+        """Whether a step of this search is worth more than the batch that loses a slot by it.
 
         Simulated at 78 % load (four slots of 200 ms, one bad input in 1,000 and in 2,000): it resolves as many as a
-        search that always goes first, and nine out of ten others do not notice.
+        search that always goes first, and nine out of ten other requests are not delayed.
         """
         if case.batch[0].is_quarantined:
             return self._apart_goes_before()
@@ -341,7 +341,7 @@ class Isolation:
     def _batches_missed(self, member: EndpointState | None) -> float:
         """How many batches of others come together until the next slot is free: 1 where slots become free evenly.
 
-        They do not once calls have begun close to one another: then they end so, too, and nobody gets a slot for long.
+        They do not once calls have begun close together: then they end close together, and no slot frees in between.
         """
         if not self._is_last(member):
             return 0.0
@@ -351,7 +351,7 @@ class Isolation:
         """Whether a batch of quarantined owners may take a slot."""
         pool = self._pool
         if not self.others_wait():
-            # The last free slot is for those who come next, if that is known to happen.
+            # The last free slot is kept for other owners, while some of these have waited lately.
             return pool.free() > 1 or pool.total() == 1 or self._clock() - self._others_at > OTHERS_GONE_S
         self._others_at = self._clock()
         return pool.isolation_allows() and self._apart_goes_before()
@@ -369,14 +369,14 @@ class Isolation:
         return few_wait or self.quarantined_is_due()
 
     def quarantined_is_due(self) -> bool:
-        """By age they would never go where others wait as long as they may, and are shed then."""
+        """Whether a slot is due to quarantined requests: ordered by age, they would starve under overload."""
         return self._clock() - self._quarantined_at > STARVED_QUARANTINED_S
 
     def _few_wait(self) -> bool:
         return self._all_waiting() < FEW_SHARE * self._max_batch
 
     def _others_worth(self) -> float:
-        """How many of those who wait would be answered by the next batch, if there were room for all."""
+        """How many of the waiting requests the next batch would answer, if it had room for all."""
         return self._others_waiting() * (1.0 - self._pool.isolation.mostly_refused)
 
     def _is_alive(self, case: BisectionRun) -> bool:
@@ -392,13 +392,13 @@ class Isolation:
         return self._is_alive(case) or (case.failure is not None and case.failure.is_certain)
 
     def _wish(self, case: BisectionRun, group: Slice) -> EndpointPreference:
-        """Rather not an endpoint that refused; and for few, whose fate hangs on it, one that is known to be well."""
+        """Rather not an endpoint that refused; and for a few members, whom it may decide on, one known to be well."""
         alone, failure = case.refused_alone_by.get(group.first), case.failure
         if alone:  # asked again
             return EndpointPreference(frozenset(alone), known_well=True)
         failed = [each for each in (failure.member, failure.refused_too) if each] if failure is not None else []
         if not self._pool.has_others(*failed):
-            del failed[1:]  # the one that was not in doubt
+            del failed[1:]  # the second, which was not in doubt
         return EndpointPreference(frozenset(failed), known_well=group.size <= FEW)
 
     # Steps.
@@ -467,7 +467,7 @@ class Isolation:
     def _failed(self, case: BisectionRun, group: Slice, result: Failure) -> None:
         members = case.batch[group.first : group.end]
         if result.refusal.kind == "bisect":
-            # What was refused before an endpoint worked counts as a batch when a part of it is refused after that.
+            # A batch that was refused before an endpoint worked counts when a part of it is refused after that.
             is_batch = case.is_unproven and result.started > self._pool.works_since
             self._look_for_common(members, result, is_batch=is_batch)
             case.is_unproven &= not is_batch
@@ -501,7 +501,7 @@ class Isolation:
     # Verdicts.
 
     def _judge_all(self, case: BisectionRun) -> bool:
-        """Look again at those who were refused alone: whether somebody is asked about again."""
+        """Judge the requests that were refused alone once more: whether an endpoint is asked about one again."""
         asked_again = [self._judge(case, index) for index in list(case.search.refused_alone)]
         return any(asked_again)
 
@@ -511,7 +511,7 @@ class Isolation:
         if request.phase == DONE:
             return False
         if self._is_at_fault(case, index):
-            # One that fails some of its calls with 500 answers others of the batch, too.
+            # An endpoint that fails some of its calls with 500 answers others of the batch, too.
             is_final = failure.is_certain and case.refused_alone_by.get(index, set()) & case.answered_by
             if not is_final and self._attempts.goes_back(request, for_verdict=True):
                 return False
@@ -520,9 +520,9 @@ class Isolation:
             self._convict(case, request, failure)
             return False
         by_alone, asked = case.refused_alone_by.get(index, set()), case.asked.get(index, 1)
-        # Another one is asked if the one before had a word on it.
+        # Another endpoint is asked once each of those asked before has refused the request alone.
         is_asked = asked <= len(by_alone) < ASKED_ALONE_MAX and self._pool.has_others(*by_alone)
-        # While nothing at all is answered, that would be in vain. A request that came alone is asked about at any rate.
+        # While nothing is answered, that would be in vain; but for a request that came alone it is done at any rate.
         if is_asked and (self._goes_on(case) or len(case.batch) == 1):
             case.search.ask_again(index)
             case.asked[index] = asked + 1
@@ -548,7 +548,7 @@ class Isolation:
             lately = case.started if was_search or failure.needs_proof else self._clock() - SURE_S
         if len(by_alone) >= ASKED_ALONE_MAX or not self._pool.has_others(*by_alone):
             return (failure.is_certain and len(by_alone) > 1) or is_right(by_alone, lately)
-        # One that fails now and then answers others, too.
+        # An endpoint that fails now and then answers others, too.
         trusted = {member for member in by if not member.breaker.was_healed}
         return len(trusted) > 1 and is_right(trusted & by_alone, case.started)
 
@@ -590,7 +590,7 @@ class Isolation:
             self.look_soon()
 
     def _let_others_go(self) -> None:
-        """Somebody was quarantined: that explains the refusals of batches with its inputs."""
+        """An owner was quarantined: that explains the refusals of batches with its inputs."""
         for case in self._cases:
             waiting = [case.batch[index] for index in case.search.waiting()]
             if case.failure is not None and not case.batch[0].is_quarantined and self._has_quarantined(waiting):
@@ -602,7 +602,7 @@ class Isolation:
         self._broker.put_back(requests)
 
     def found_sick(self, member: EndpointState) -> None:
-        """What an endpoint failed was answered elsewhere: that explains its refusals, too."""
+        """A batch that failed at this endpoint was answered elsewhere: that explains its refusals, too."""
         if not self._pool.has_well(member):
             return
         self._pool.record_recovery(member)
@@ -626,7 +626,7 @@ class Isolation:
                     self.found_sick(member)
 
     def _make_way(self, member: EndpointState) -> None:
-        """What waits of an owner to whom an endpoint is closed must not stand in the way of the others."""
+        """Quarantine the one owner to whom an endpoint is closed: its requests must not stand in the way of others."""
         blamed = member.breaker.blamed_owner if self._pool.is_proven else None
         if member.breaker.state != "closed" and blamed is not None and not self._attempts.are_others_well():
             self._quarantined.refused(self._model, blamed, self._clock(), count=3.0)
@@ -639,7 +639,7 @@ class Isolation:
         indices = [*case.search.give_up(), *case.search.refused_alone]
         left = {index: case.batch[index] for index in indices if case.batch[index].phase != DONE}
         if left:
-            # Nobody knows: it may be the inputs, or the endpoints. These are suspected, by these owners' inputs.
+            # It may be the inputs or the endpoints: the endpoints are suspected, by these owners' inputs only.
             known = case.refused_alone_by if case.search.any_answered else case.refused_by
             sick = {member for index in left for member in known.get(index, ())}
             owners = {request.owner for request in left.values()}
@@ -653,7 +653,7 @@ class Isolation:
         if failure is not None:
             self._look_at_good_wholes(case)
         went_back = False
-        # Rule 7. One that refused all of a batch, or has answered nothing yet, says nothing of any input.
+        # Rule 7. An endpoint that refused all of a batch, or has answered nothing yet, says nothing of any input.
         is_word = self._pool.is_proven and (case.search.any_answered or len(case.batch) == 1)
         for index, request in left.items():
             last = case.last.get(index)
@@ -676,8 +676,8 @@ class Isolation:
         """Endpoints refused groups all parts of which were answered: each may have a limit, or is at fault."""
         good = case.good_wholes()
         for member, (size, parts_max) in good.items():
-            # One that has answered nothing meanwhile has no limit that would explain this; nor has one that answered
-            # as many lately, or one that answers no batch at all where its like do.
+            # No limit explains this for an endpoint that has answered nothing meanwhile, or has answered as many
+            # lately, or answers no batch at all where other endpoints do.
             limit, now = member.batch_limit, self._clock()
             likes = [member] if limit.has_answered(2, now) else self._pool.members
             takes_more = any(other.batch_limit.has_answered(size, now) for other in likes)
@@ -689,12 +689,12 @@ class Isolation:
             self._take_back_offences(case)
 
     def _take_back_offences(self, case: BisectionRun) -> None:
-        """What was refused was none of its owners' fault, as far as is known."""
+        """The refusals of this search were none of its owners' fault, as far as is known."""
         for owner in case.counted:
             self._quarantined.take_back(self._model, owner, self._clock())
 
     def _broke(self, members: list[Request]) -> None:
-        """A defect, which must leave nobody without an outcome. Those who were put back have one to come."""
+        """A defect, which must leave no request without an outcome. Requests that were put back get theirs later."""
         logger.exception("a step of a search failed inside Carpool", extra={"fields": names_of(members)})
         self._settle(
             [each for each in members if each.phase == RUNNING], InternalError("the gateway failed on this batch")
@@ -710,9 +710,9 @@ class Isolation:
     def _in_order(self, batch: list[Request]) -> tuple[list[Request], int]:
         """The members by their owners, and where to cut first; 0: in the middle.
 
-        Owners of whom an input was refused just now come last: the others are better asked about first, all of them at
-        once. Otherwise the first cut goes by one digit of the owners' numbers, another one for each search: so a few
-        searches tell together whom all refusals have in common.
+        Owners of whom inputs were refused just now come last, so that the first call has all inputs of other owners.
+        Otherwise the first cut goes by one digit of the owners' numbers, another digit for each search: so a few
+        searches tell together which owner all refusals have in common.
         """
         now, model, quarantined = self._clock(), self._model, self._quarantined
         owners = sorted({request.owner for request in batch})
@@ -731,13 +731,13 @@ class Isolation:
 
 
 def input_refused(failure: Failure) -> InputRefused:
-    """What a client is told whose input the model refused: the model's own words, since it was alone in its call."""
+    """The error for a client whose input the model refused: the model's own words, since it was alone in its call."""
     said = f": {failure.refusal.message}" if failure.refusal.message else ""
     return InputRefused(f"the model refused this input{said}")
 
 
 def unresolved() -> Unresolved:
-    """What is told to those for whom there was no time."""
+    """The error for requests that the search had no time for."""
     return Unresolved(
         "another request of its batch failed, and there was no time to find out which; try again", retry_after_s=1
     )

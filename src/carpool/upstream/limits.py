@@ -8,7 +8,7 @@ What an endpoint says may be a client's words, and what it does may be a bad mom
    (by this endpoint or by others), with nothing as large answered in between, takes as many as the largest of these
    parts, and never fewer than it answered lately.
 4. A limit is tested: after a while one batch of up to twice the limit may be sent. Each refusal of a test doubles the
-   while. One test at a time; one that brings no verdict may be repeated later.
+   while. One test at a time; a test without a verdict may be repeated later.
 5. "Lately" is the last 60 to 120 seconds: two numbers, whatever the load.
 """
 
@@ -80,7 +80,7 @@ class BatchLimit:
         return self._learn(limit, size, now)
 
     def split(self, size: int, answered_parts_max: int, now: float) -> bool:
-        """It refused a whole of `size`, and answered all parts of it. True if that changed what is known."""
+        """It refused a whole of `size` whose parts were all answered. True if that changed what is known."""
         if self._learned is not None and size > self._learned:
             return self._learn(self._learned, size, now)  # one is enough: it only confirms
         first_size, first_parts_max = self._whole_size, self._parts_max

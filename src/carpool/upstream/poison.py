@@ -9,7 +9,7 @@ KEPT_MAX = 10_000
 
 
 class KnownPoison:
-    """Remembers poison by its hash; a hash shared by chance only means that an innocent is sent alone. Pure."""
+    """Remembers poison by its hash; a hash shared by chance only means that a good input is sent alone. Pure."""
 
     __slots__ = ("_until",)
 

@@ -1,9 +1,9 @@
 """The endpoints of one model and their slots. A free slot is taken, never waited for, except by a retry.
 
-1. Every slot is in exactly one place: offered in `_free`, with whoever took it, or withheld because its endpoint's
-   breaker is open or its limit is lower than its slots.
+1. Every slot is in exactly one place: offered in `_free`, taken by a call, or withheld because its endpoint's breaker
+   is open or its limit is lower than its slots.
 2. `give_back` hands a slot to a waiting retry if that may use it, since its requests are the oldest there are; else it
-   is offered, and batching is told.
+   offers the slot and notifies the batching loop.
 3. An endpoint whose breaker opens is offered no more. When its pause is over and its last call has ended, one slot is
    offered: the probe.
 4. Breakers may take at most `eject_share_max` of the endpoints out, at least one; and any but the last that is known to
@@ -13,10 +13,10 @@
 6. An endpoint that is closed to one owner only (breaker.py) has a probe on offer for all others at any time.
    Quarantined owners, retries and searches do not get it.
 7. Where there is a health page, it is asked before a probe is offered.
-8. Searches for bad inputs, and batches of quarantined owners, have slots that nobody else wants, and a share of the
-   time of the others (slot_share.py). A search that has earned it gets a slot before it is offered to batching.
+8. Searches for bad inputs, and batches of quarantined owners, have slots that no other batch needs, and a share of the
+   time of the rest (slot_share.py). A search that has earned it gets a slot before it is offered to batching.
 9. While a batch that failed at an endpoint is tried at another one, its slot is not offered if some other endpoint is
-   known to be well. Else one that fails at once would be the first to be free each time, and draw all there is.
+   known to be well. Else an endpoint that fails at once would be free first each time, and draw every batch.
 10. An endpoint that fails is in doubt until it has answered a few calls: it is not known to be well meanwhile.
 """
 
@@ -45,7 +45,7 @@ DOUBT_MAX, DOUBT_LEFT, IN_DOUBT_FROM = 2.0, 0.75, 0.5
 WELL_LANES_MAX = 256
 # The event loop's timers have millisecond steps.
 TIMER_S_MIN = 0.001
-# How well an endpoint fits a wish: it is one that failed, another one, or another one that is known to be well.
+# How well an endpoint fits a wish: it failed before, it did not, or it did not and is known to be well.
 FIT_FAILED, FIT_OTHER, FIT_WELL = 0, 1, 2
 # Weight of the newest measurement in an endpoint's utilisation.
 UTILIZATION_WEIGHT = 0.5
@@ -99,12 +99,12 @@ class EndpointState:
         self.well_lanes: dict[int, float] = {}
         self.succeeded = 0
         self.failed = 0
-        # What its calls have become while none was answered well; None before the first, and after a good one.
+        # How its calls failed while none was answered well; None before the first failure, and after a good answer.
         self.trouble: Trouble | None = None
-        # Rules 9 and 10: batches that failed here and are tried elsewhere now; and how much is to be said against it.
+        # Rules 9 and 10: batches that failed here and are tried elsewhere now; and how much the endpoint is in doubt.
         self.helped = 0
         self.doubt = 0.0
-        # Kept by the watch over its health: when it last answered a probe, and those that failed since.
+        # Kept by the watch over its health: when it last answered a probe, and how many probes failed since.
         self.alive_at = -inf
         self.failed_probes = 0
         # Busy share of its slots, lately.
@@ -144,19 +144,19 @@ class EndpointPreference(NamedTuple):
 
     # The endpoints that have failed: rather any other.
     failed: frozenset[EndpointState]
-    # Rather one that is known to be well.
+    # Rather an endpoint that is known to be well.
     known_well: bool
 
 
-# Asks an endpoint's health page, and is called back with whether it is well.
+# Asks an endpoint's health page, and calls back with whether it is well.
 AskHealth = Callable[[EndpointState, Callable[[bool], None]], None]
 
 
 class Searches(Protocol):
-    """What a pool asks those who search for bad inputs (isolation.py)."""
+    """What a pool asks the searches for bad inputs (isolation.py)."""
 
     def step_before_others(self, member: EndpointState) -> Callable[[], None] | None:
-        """What starts a step of a search in a slot of this endpoint, if one goes before everybody else."""
+        """What starts a step of a search in a slot of this endpoint, if one goes before all batches."""
         ...
 
     def quarantined_may_go(self) -> bool:
@@ -169,18 +169,18 @@ class Searches(Protocol):
 
 
 class NoSearches:
-    """For a pool that nobody searches with."""
+    """For a pool without searches."""
 
     def step_before_others(self, member: EndpointState) -> Callable[[], None] | None:
         """There is none."""
         return None
 
     def quarantined_may_go(self) -> bool:
-        """Like everybody."""
+        """Always, as for any owner."""
         return True
 
     def quarantined_is_due(self) -> bool:
-        """Like everybody."""
+        """Never: they wait their turn, as any owner does."""
         return False
 
 
@@ -213,7 +213,7 @@ class Pool:
                 if turn < member.limit:
                     self._offer(member)
         self._retries: deque[tuple[EndpointPreference, asyncio.Future[EndpointState]]] = deque()
-        # Those that have answered well, the latest last: whoever looks for one that is well need not look at them all.
+        # Endpoints that have answered well, the latest last: a look for one that is well need not go through them all.
         self._answered: dict[EndpointState, None] = {}
         # What `total` says; None when it is to be counted again.
         self._slots_in_use: int | None = None
@@ -231,19 +231,19 @@ class Pool:
         self.works_since = inf
         # True while no endpoint may be called: synchronous requests are refused on admission then.
         self.is_down = False
-        # How many endpoints work, as far as is known. True while none does: some may be tried with a call at a time.
+        # How many breakers are closed; and whether none is: then endpoints may be tried with one call at a time.
         self._closed = len(self.members)
         self.is_none_closed = False
         # Called when the number changes.
         self._health_changes: list[Callable[[], None]] = []
-        # None while it is down: it is not while a probe is on offer (rule 5).
+        # Always 0, as `takes_probe` is always False: a pool with a probe on offer is not down (rule 5).
         self.probes = 0
         # True while an endpoint is closed to one owner only; see `is_shut_to`.
         self.is_shut_to_some = False
         # True while a limit of some endpoint is known; see `batch_max`.
         self.has_batch_limits = False
         self._ask_health = ask_health
-        # Rule 8: the account, and who may take a slot before others.
+        # Rule 8: the account, and the searches that may take a slot before batches do.
         self.isolation = SlotShare(bisect_slot_share)
         self._searches: Searches = NoSearches()
 
@@ -251,7 +251,7 @@ class Pool:
         return f"<Pool slots={self.total()} free={self.free()} retries={len(self._retries)} down={self.is_down}>"
 
     def attach(self, searches: Searches) -> None:
-        """Ask these from now on. They are made after the pool, in which they look for slots."""
+        """Ask these searches from now on. They are made after the pool, in which they look for slots."""
         self._searches = searches
 
     @property
@@ -328,7 +328,7 @@ class Pool:
         return member
 
     def notify(self) -> None:
-        """Tell batching that there may be a slot for it."""
+        """Tell the batching loops that there may be a slot for them."""
         for notify in self._notifies:
             notify()
 
@@ -359,18 +359,18 @@ class Pool:
         return min((limit.allows(now, wanted) for limit in in_use), default=wanted)
 
     def takes_probe(self, request: Request) -> bool:
-        """Never while it is down: it is not while a probe is on offer (rule 5)."""
+        """Whether a request may come as a probe while the pool is down: never, see rule 5."""
         return False
 
     def is_shut_to(self, owner: str) -> bool:
-        """Whether no endpoint may be called for this owner, though others may have theirs."""
+        """Whether no endpoint may be called for this owner, though some may be called for others."""
         now = self._clock()
         return self.is_shut_to_some and all(
             not member.breaker.allows(now) and member.breaker.blamed_owner in (None, owner) for member in self.members
         )
 
     def give_back(self, member: EndpointState) -> None:
-        """End the use of a slot. What the call showed of the endpoint is said by `went_well` or `went_badly`."""
+        """End the use of a slot. `record_success` or `record_failure` says what the call showed of the endpoint."""
         member.busy_seconds(self._clock())
         member.in_flight -= 1
         if member.is_leaving and not member.in_flight:
@@ -378,11 +378,11 @@ class Pool:
         if member.breaker.state == "closed":
             self._offer_what_may_be(member)
         else:
-            # A little later: what this call showed must not be taken for the word of the next probe.
+            # A little later: what this call showed must not be taken for the result of the next probe.
             self._wait_for_probe(member)
 
     def is_helped(self, member: EndpointState) -> None:
-        """A batch that failed there is tried again: rule 9, until `help_ended`. To be told before `give_back`."""
+        """A batch that failed there is tried again: rule 9, until `help_ended`. To be called before `give_back`."""
         member.helped += 1
 
     def help_ended(self, member: EndpointState) -> None:
@@ -439,7 +439,7 @@ class Pool:
         )
 
     def record_recovery(self, member: EndpointState) -> None:
-        """What failed there was answered by another endpoint; told beside `went_badly`."""
+        """A call that failed there was answered by another endpoint; called besides `record_failure`."""
         may_open = self.has_well(member)
         self._failed(member, member.breaker.record_recovery(self._clock(), self._random_share(), may_open=may_open))
 
@@ -511,7 +511,7 @@ class Pool:
     async def take_for_retry(
         self, failed: Iterable[EndpointState], timeout_s: float, *, known_well: bool = False
     ) -> EndpointState | None:
-        """A slot of the endpoint that fits best (see `Wish`); None if none frees in time."""
+        """A slot of the endpoint that fits best (see `EndpointPreference`); None if none frees in time."""
         wish = EndpointPreference(frozenset(failed), known_well)
         free = self.take_at_once(wish)
         if free is not None:
@@ -549,7 +549,7 @@ class Pool:
         self._notice_if_down()
 
     def remove(self, endpoint: Endpoint, when_gone: Callable[[], None]) -> None:
-        """Send an endpoint no more; `when_gone` is called once it has no call under way."""
+        """Send an endpoint no more calls; `when_gone` is called once it has none under way."""
         member = next(member for member in self.members if member.endpoint is endpoint)
         self.members.remove(member)
         self._answered.pop(member, None)
@@ -586,7 +586,7 @@ class Pool:
         member.offered += 1
 
     def _offer_what_may_be(self, member: EndpointState) -> None:
-        """Offer the slots of the endpoint that nobody has and nothing withholds: to retries first."""
+        """Offer the slots of the endpoint that no call has and nothing withholds: to retries first."""
         if member.is_leaving:
             return
         breaker = member.breaker
@@ -607,7 +607,7 @@ class Pool:
             self.notify()
 
     def _find_free(self, wish: EndpointPreference) -> EndpointState | None:
-        """Whose free slot a retry may have. Asked often, of many slots: what is best is worked out once."""
+        """The endpoint whose free slot a retry may have. Called often, with many slots: the best fit is found once."""
         best = self._best_fit(wish)
         if best == FIT_WELL and not any(member.offered for member in self._known_well(wish)):
             return None
@@ -617,7 +617,7 @@ class Pool:
         return None
 
     def _serve_retries(self) -> None:
-        """An endpoint went out: retries that waited for it may now have the one that failed them, if that is free."""
+        """An endpoint went out: retries that waited for it may now have a slot of the endpoint that failed them."""
         unmet: set[EndpointPreference] = set()
         for entry in list(self._retries):
             wish, future = entry
@@ -636,7 +636,7 @@ class Pool:
         self.is_shut_to_some = any(member.breaker.is_closed_to_one for member in self.members)
         before, self._closed = self._closed, sum(member.breaker.state == "closed" for member in self.members)
         self.is_none_closed = self._closed == 0
-        # What is closed to one owner is, or will be in a moment, on offer for the others.
+        # An endpoint that is closed to one owner is, or will be in a moment, on offer for all other owners.
         self.is_down = self.is_none_closed and not self._free and not self.is_shut_to_some
         if self._closed != before:
             for tell in self._health_changes:
@@ -646,7 +646,7 @@ class Pool:
         return breaker.allows(self._clock()) or breaker.allows_others()
 
     def _is_for_others(self, member: EndpointState) -> bool:
-        """Rule 6: whether what is offered of the endpoint is for all but one owner."""
+        """Rule 6: whether the slot that the endpoint offers is for all owners but one."""
         breaker = member.breaker
         return breaker.state != "closed" and not breaker.allows(self._clock())
 
@@ -740,7 +740,7 @@ class Pool:
         return FIT_WELL if wish.known_well and self.is_well(member) else FIT_OTHER
 
     def _known_well(self, wish: EndpointPreference) -> Iterator[EndpointState]:
-        """Those that are known to be well, but for those that failed; the latest first."""
+        """The endpoints that are known to be well, but for those that failed; the latest first."""
         for member in reversed(self._answered):
             if self._clock() - member.well_at > WELL_S:
                 return

@@ -1,12 +1,12 @@
-"""Owners whose inputs keep being refused: they ride with one another only, until their inputs pass again. Pure.
+"""Owners whose inputs keep being refused: they share batches with one another only, until their inputs pass. Pure.
 
-1. Every refused input adds one to its owner's score, up to SCORE_MAX; every one that passes takes a small part away,
+1. Every refused input adds one to its owner's score, up to SCORE_MAX; every input that passes takes a small part away,
    and so does time. From QUARANTINED_FROM on the owner is quarantined, below RETURNS_BELOW it is not any more. So at
    high rates one bad input in some forty quarantines an owner, at low rates three within a few seconds.
-2. What others have found (other batchers of a fleet) is believed for as long as they repeat it.
-3. Memory is bounded: the longest unheard of are forgotten first.
+2. Owners that other batchers of a fleet have quarantined are quarantined here for as long as these repeat it.
+3. Memory is bounded: the owners with the oldest refusals are forgotten first.
 4. Where most batches are refused, searches take too long to find single inputs. If one owner is the reason, it is in
-   every call that was refused and in none that was answered; who alone is left by that is quarantined (`CommonOwner`).
+   every call that was refused and in none that was answered; if one owner is left, it is quarantined (`CommonOwner`).
 """
 
 from collections.abc import Iterable, Set
@@ -33,14 +33,14 @@ class Rider(NamedTuple):
 
 
 class Quarantine:
-    """Which owners are quarantined. `in` asks, and an empty one is false: then nobody need ask."""
+    """Which owners are quarantined. `in` asks; an empty one is false, which spares callers that question."""
 
     __slots__ = ("_scores", "_set", "_told", "riders", "were_quarantined")
 
     def __init__(self) -> None:
-        # Score, and when it was that; the longest untouched first.
+        # The score, and when it had that value; the owner whose last refusal is oldest first.
         self._scores: dict[Rider, tuple[float, float]] = {}
-        # By what was seen here; and until when by what others say.
+        # Quarantined by what was seen here; and by what other batchers say, until when.
         self._set: set[tuple[str, str]] = set()
         self._told: dict[tuple[str, str], float] = {}
         # All of these, in one plain set: asking it whether it is empty, for each request, takes no call into Python.
@@ -63,7 +63,7 @@ class Quarantine:
 
     @property
     def is_tracking(self) -> bool:
-        """Whether inputs that pass need be told at all."""
+        """Whether `passed` needs to be called at all."""
         return bool(self._scores)
 
     def refused(self, model: str, owner: str, now: float, count: float = 1.0) -> None:
@@ -80,7 +80,7 @@ class Quarantine:
             self.were_quarantined += 1
 
     def take_back(self, model: str, owner: str, now: float) -> None:
-        """What was refused was none of this owner's fault."""
+        """A refusal was none of this owner's fault."""
         rider = Rider(model, owner)
         if rider in self._scores:
             score = max(0.0, self._score(rider, now) - 1.0)
@@ -96,8 +96,8 @@ class Quarantine:
             self._look(rider, score)
 
     def look(self, now: float, waiting: Set[tuple[str, str]] = frozenset()) -> None:
-        """Let time do its part; to be called once a second or so. Not for those who are waiting: nobody has tested
-        their inputs meanwhile.
+        """Let scores decay; to be called once a second or so. Those of quarantined owners whose requests wait do not:
+        no input of theirs was tested meanwhile.
         """
         for rider in list(self._scores):
             if rider in waiting and rider in self._set:
@@ -108,21 +108,21 @@ class Quarantine:
         self.riders.intersection_update(self._set | self._told.keys())
 
     def told(self, riders: Iterable[tuple[str, str]], now: float) -> None:
-        """Others have quarantined these."""
+        """Other batchers have quarantined these."""
         for model, owner in riders:
             if len(self._told) < TRACKED_MAX or (model, owner) in self._told:
                 self._told[Rider(model, owner)] = now + TOLD_S
                 self.riders.add(Rider(model, owner))
 
     def seen_at(self, model: str) -> list[str]:
-        """The owners that are quarantined at a model by what was seen here, the newest last: what others should know.
+        """The owners quarantined at a model by what was seen here, the newest last: what other batchers should know.
 
-        What was told is not told on: two that tell each other would never forget.
+        What other batchers said is not passed on: two that repeat each other's word would never forget.
         """
         return [rider.owner for rider in self._scores if rider.model == model and rider in self._set]
 
     def of_model(self, model: str) -> list[str]:
-        """The owners that are quarantined at a model, by what was seen here or told."""
+        """The owners that are quarantined at a model, by what was seen here or by the word of other batchers."""
         return sorted(owner for name, owner in self.riders if name == model)
 
     def _score(self, rider: Rider, now: float) -> float:
@@ -146,7 +146,7 @@ class Quarantine:
 
 
 class CommonOwner:
-    """Rule 4: whom all refusals have in common."""
+    """Rule 4: the owner whom all refusals have in common."""
 
     __slots__ = ("_batches", "_candidates", "_is_any_answered")
 
@@ -154,7 +154,7 @@ class CommonOwner:
         # Empty: nothing was refused lately.
         self._candidates: Set[str] = frozenset()
         self._batches = 0
-        # Else it may be the endpoint that refuses everything.
+        # While nothing was answered, it may be the endpoint that refuses everything.
         self._is_any_answered = False
 
     def __bool__(self) -> bool:
@@ -166,7 +166,7 @@ class CommonOwner:
     def refused(self, owners: Set[str], *, is_batch: bool) -> str | None:
         """A call with inputs of these owners was refused; the one owner that explains all of it, if there is one."""
         common = self._candidates & owners
-        if not common:  # nobody explains all: begin again with this one
+        if not common:  # no owner explains all refusals: begin again with this one
             common, self._batches, self._is_any_answered = owners, 0, False
         self._candidates = common
         self._batches += is_batch

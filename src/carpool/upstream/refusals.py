@@ -5,8 +5,8 @@
 2. A batch with a bad input costs a search. `calls_for` says how many calls a batch is expected to need, the search
    included; outputs for each call are its yield. The best size is the smallest whose yield is close to the best one:
    where bad inputs are rare that is the largest batch, where they are common about 1 / √share.
-3. Where less than one bad input is to be expected in a full batch, a search may clear those who are not needed to
-   explain what was refused.
+3. Where less than one bad input is to be expected in a full batch, a search may clear the members that are not needed
+   to explain what was refused.
 4. From SINGLY_SHARE on inputs are better sent one by one.
 """
 
@@ -106,7 +106,7 @@ def calls_for(size: int, share: float) -> float:
     if size == 1:
         return 1.0
     bad = size * share
-    # Each bad input is halved down to, from the part of the batch that is its own; and heard alone.
+    # For each bad input the search halves its part of the batch until that is alone, and sends it alone.
     steps = log2(size / max(bad, 1.0)) + 1.5
     return 1.0 + min(bad * steps, float(size))
 

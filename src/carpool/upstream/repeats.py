@@ -3,7 +3,7 @@
 An answer that is repeated while the next call is under way on its connection looks like that call's: HTTP/1.1 has no
 names for answers. But it is the same as the answer before it, and two calls seldom have the same answer.
 
-1. An answer that its connection gave to the call before, which was another call, is in doubt: nobody is given it.
+1. An answer that its connection gave to the call before, which was another call, is in doubt: no call gets it.
 2. On a connection of its own no answer can be a repeated one. If one there is the same as the one in doubt, then the
    endpoint does answer so (a stub, a model that says little): for a while nothing is doubted.
 3. If the call that was in doubt has another answer there, the endpoint repeats its answers.

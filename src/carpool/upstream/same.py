@@ -13,14 +13,14 @@ from carpool.core.request import DONE, Request
 class Merged(NamedTuple):
     """The members of a call."""
 
-    # One for each input, in the order of the first of them; and for each member the place of its input there: None
+    # One request for each input, in the order of the first; and for each member the place of its input there: None
     # where no two are the same.
     sent: list[Request]
     places: list[int] | None
 
 
 def merge_same(members: list[Request], *, is_owned: bool) -> Merged:
-    """Of each input one request; with `is_owned`, of each owner's."""
+    """One request for each input; with `is_owned`, for each input of each owner."""
     if len({request.input for request in members}) == len(members):  # so it is with most
         return Merged(members, None)
     places_of: dict[Any, int] = {}
@@ -36,7 +36,7 @@ def merge_same(members: list[Request], *, is_owned: bool) -> Merged:
 
 
 def still_there(merged: Merged, members: list[Request]) -> list[Request]:
-    """Of each input somebody who has not left, if there is one: the output is written in the form that it wants."""
+    """For each input a request that has not ended, if there is one: the output is written in the form that it wants."""
     if merged.places is None:
         return merged.sent
     found = list(merged.sent)

@@ -4,7 +4,7 @@
 2. A string is answered reversed, anything else as `{"echo": input}`: a checker can tell whose answer it got. With
    `dimensions` any input is answered by a vector of so many numbers, of which the first tells the same.
 3. A call is answered once, or its connection is reset, or its client leaves; each of them frees its place.
-4. Faults come at the end of the latency, when the work has been done: the harder case for whoever retries.
+4. Faults come at the end of the latency, when the work has been done: the harder case for a client that retries.
 5. A batch with an input that is to be refused gets 400, one with poison 500, both whole: the API does not say which
    input it was.
 
@@ -186,7 +186,7 @@ def outputs_json(batch: SimulatedBatch, count: int) -> bytes:
         if value[0] != _QUOTE:
             outputs.append(b'{"echo":' + value + b"}")
         elif plain or (value.isascii() and b"\\" not in value):
-            value.reverse()  # the quotes change places, which nobody can see
+            value.reverse()  # the quotes change places, which makes no difference
             outputs.append(value)
         else:
             outputs.append(msgspec.json.encode(_reversed_text(value)))

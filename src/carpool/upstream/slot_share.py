@@ -3,7 +3,7 @@
 1. They earn `share` of every slot-second, and pay what they use while others wait. What they don't use is carried over,
    up to CARRIED_S seconds of it; so a share of 0.05 of four slots is one slot for a fifth of the time.
 2. A call may start while nothing is owed. It is paid in advance, by what calls take lately, and set right when it ends.
-3. What they use while nobody waits is free.
+3. What they use while no other request waits is free.
 4. The share protects the batches of others. Where most of those are refused themselves, only a search can help: then
    searches earn the share of the batches that are refused.
 """
@@ -55,7 +55,7 @@ class SlotShare:
         """A batch of others was answered, or refused."""
         self.refused_share += REFUSED_WEIGHT * (is_refused - self.refused_share)
         if self.refused_share < 0.001:
-            self.refused_share = 0.0  # nobody need tell any more
+            self.refused_share = 0.0  # so that the dispatcher need not report batches any more
 
     def pay(self, seconds: float) -> None:
         """A call takes so long; negative to give back what it did not take."""

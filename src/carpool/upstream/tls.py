@@ -64,7 +64,7 @@ class UpstreamSecurity(TlsFiles, frozen=True):
         """Read the certificates as they are, and see that they can be used; raises OSError or ValueError."""
         found = self._read_pems()
         self.ssl_context()
-        if self._read_pems() != found:  # so that nobody knows what it was that could be used
+        if self._read_pems() != found:  # then `ssl_context` may have checked other bytes
             raise OSError(errno.EAGAIN, "the files changed while they were read")
         return found
 
@@ -171,7 +171,7 @@ def read_file(path: str) -> bytes:
 
 
 def _open_at_once(path: str, flags: int) -> int:
-    # A named pipe would otherwise wait for somebody to write to it.
+    # Opening a named pipe would otherwise wait until a process writes to it.
     return os.open(path, flags | os.O_NONBLOCK)
 
 

@@ -23,7 +23,7 @@ from carpool.upstream.endpoint import UpstreamCall, UpstreamResponse
 # elsewhere  the answer says nothing about the inputs: try another endpoint
 # split      the batch was too large: send it in parts
 # bisect     one of the inputs may be bad: find it
-# fault      the answer is not what the protocol says: nobody's output can be trusted
+# fault      the answer is not what the protocol says: none of its outputs can be trusted
 # give-up    another attempt would only repeat it
 RefusalKind = Literal["elsewhere", "split", "bisect", "fault", "give-up"]
 
@@ -218,7 +218,7 @@ def in_order_of_index(indices: Sequence[int]) -> list[int]:
 
 
 def input_lengths(batch: Sequence[Request]) -> list[int]:
-    """How long the inputs were; those of members who left meanwhile are gone, but not their sizes."""
+    """How long the inputs were; the inputs of requests that have ended are gone, but not their sizes."""
     return [max(request.size - len(request.parameters), 0) for request in batch]
 
 

@@ -107,7 +107,7 @@ class JsonCodec(Codec):
 
 
 def _told(decode: Callable[[msgspec.Raw], Any], field: msgspec.Raw, count: int) -> Any:
-    """What an answer tells beside its outputs: one for all, or a list with one for each; None for anything else."""
+    """What an answer says beside its outputs: one value for all, or a list with one for each; else None."""
     if field is _NOTHING:
         return None
     try:

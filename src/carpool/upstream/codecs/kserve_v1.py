@@ -30,7 +30,7 @@ _LIMIT = limit_words(r"Task size SIZE is larger than maximum input batch size MA
 
 class _Predictions(msgspec.Struct):
     predictions: list[msgspec.Raw] | None = None
-    # The columnar form: all values of one output together, not to be told apart by member.
+    # The columnar form: all values of one output together, which cannot be split by member.
     outputs: msgspec.Raw = msgspec.Raw()
 
 

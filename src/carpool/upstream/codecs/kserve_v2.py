@@ -79,13 +79,13 @@ class TensorCodec(Codec):
         return pack_tensors([RawTensor(name, datatype, shape or (1, count), data)], before)
 
     def _inputs_of(self, batch: Sequence[Request]) -> list[TensorInput]:
-        """The prepared input of each member; one that comes from elsewhere than the face is prepared now."""
+        """The prepared input of each member; an input that did not come through the face is prepared now."""
         inputs = [request.prepared or self.prepare(request.input).value for request in batch]
         return cast(list[TensorInput], inputs)
 
 
 def forms_of(batch: Sequence[Request]) -> list[Form | None]:
-    """The form in which each member has its outputs. Whoever has left needs none."""
+    """The form in which each member has its outputs. A request that has ended needs none."""
     return [None if request.phase == DONE else _form_of(request) for request in batch]
 
 

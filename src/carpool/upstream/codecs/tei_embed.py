@@ -59,7 +59,7 @@ class TeiEmbedCodec(TextCodec):
         return [Decoded(embedding) for embedding in embeddings]
 
     def classify(self, answer: UpstreamResponse, size: int, call_id: str = "") -> Refusal:
-        """By the status; too large a batch is a 422 like a bad input, and told apart by its words."""
+        """By the status; too large a batch is a 422 like a bad input, and its words tell the two apart."""
         return classify_status(answer, size, _LIMIT)
 
     def info_path(self, model: str) -> str | None:
