@@ -62,7 +62,7 @@ class Bisection:
         self.refused_alone: list[int] = []
 
     def __repr__(self) -> str:
-        return f"<Search unresolved={self.unresolved} under_way={len(self._other_half)} refused={self.refused_alone}>"
+        return f"<Bisection left={self.unresolved} under_way={len(self._other_half)} refused={self.refused_alone}>"
 
     @property
     def unresolved(self) -> int:

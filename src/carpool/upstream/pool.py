@@ -118,7 +118,7 @@ class EndpointState:
         self._measured = now
 
     def __repr__(self) -> str:
-        return f"<Member {self.name} {self.breaker.state} in_flight={self.in_flight} offered={self.offered}>"
+        return f"<EndpointState {self.name} {self.breaker.state} in_flight={self.in_flight} offered={self.offered}>"
 
     @property
     def name(self) -> str:
