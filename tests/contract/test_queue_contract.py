@@ -294,3 +294,17 @@ async def test_any_order_of_events(open_site: Open, seed: int) -> None:
         return (await site.there.ask("last")).status == 200
 
     await until(is_well)  # a breaker that opened is tried again
+
+
+# Load shedding.
+
+
+async def test_the_load_shedder_sees_how_long_requests_waited(open_site: Open) -> None:
+    """It compares that with what it had predicted; over Redis its gateway sees it with the outcomes."""
+    site = await open_site(shedding__mode="predicted")
+
+    async def has_seen() -> bool:
+        assert (await site.here.ask("x")).status == 200
+        return await site.here.metric("wait_error_seconds_count") > 0
+
+    await until(has_seen)

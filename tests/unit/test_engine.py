@@ -1,6 +1,7 @@
 """The engine on virtual time: the same seed gives the same outcomes, and it takes nothing of the machine's clock."""
 
 import asyncio
+from itertools import count
 from random import Random
 from typing import NamedTuple
 
@@ -13,7 +14,7 @@ from carpool.core.outcome import Outcome
 from carpool.core.request import Request
 from carpool.settings import Model, Settings
 from carpool.settings.schema import BatchingSettings, UpstreamSettings
-from carpool.testing import ANYBODY, FakeClock, make_request
+from carpool.testing import ANYBODY, FakeClock, Witness, make_request
 from carpool.upstream.fleet import MakeEndpoint
 from carpool.upstream.simulated import SimulatedEndpoint, SimulationSettings
 
@@ -93,3 +94,46 @@ def test_an_engine_without_a_journal_takes_no_tasks() -> None:
 
     FakeClock().run(main())
     assert len(told) == 3 and all(isinstance(each, CarpoolError) for each in told)
+
+
+@pytest.mark.parametrize("max_batch", [64, 1024])
+def test_a_bad_client_costs_others_little_where_endpoints_take_far_fewer_than_configured(max_batch: int) -> None:
+    """What quarantined owners get is measured by the batches that endpoints really take, not by `max_batch`."""
+    clock, random, limit = FakeClock(), Random(2), 8
+    settings = Settings(
+        model="m",
+        batching=BatchingSettings(max_batch=max_batch),
+        upstream=UpstreamSettings(endpoints=["http://gpu-0/"], slots=4),
+    )
+    gpu = SimulationSettings(latency_ms=50, slots=4, max_batch=limit, poison="POISON")
+    waits: list[float] = []
+
+    class Innocent:
+        def settled(self, request: Request, outcome: Outcome) -> None:
+            assert not isinstance(outcome, CarpoolError), outcome
+            waits.append(clock() - request.arrived)
+
+    async def load(engine: Engine) -> None:
+        innocent, until = Innocent(), clock() + 6.0
+        for number in count():
+            is_bad = random.random() < 0.05
+            waiter, owner = (Witness(), "bad") if is_bad else (innocent, f"good {number % 10}")
+            value = b'"%b %d"' % (b"POISON" if is_bad else b"x", number)
+            engine.admit(make_request(str(number), waiter, now=clock(), value=value, owner=owner))
+            await asyncio.sleep(random.expovariate(0.85 * 4 * limit / 0.05))
+            if clock() > until:
+                break
+        await asyncio.sleep(10.0)
+
+    async def main() -> None:
+        runtime = Runtime(
+            settings,
+            clock,
+            random.random,
+            lambda model: lambda address: SimulatedEndpoint(address.url, gpu, clock=clock),
+        )
+        engine = Engine(runtime)
+        await engine.run(load(engine))
+
+    clock.run(main())
+    assert sorted(waits)[len(waits) // 2] < 0.12  # virtual time

@@ -365,7 +365,8 @@ class Isolation:
         self._others_went = self._others_went or not is_quarantined
 
     def _apart_goes_before(self) -> bool:
-        few_wait = self._others_worth() < OTHERS_SHARE_QUARANTINED * self._max_batch
+        # By the batches that endpoints really take: what quarantined owners get is taken from the others.
+        few_wait = self._others_worth() < OTHERS_SHARE_QUARANTINED * self._pool.batch_max(self._max_batch)
         return few_wait or self.quarantined_is_due()
 
     def quarantined_is_due(self) -> bool:

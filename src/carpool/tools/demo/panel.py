@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
+from carpool.batching.loop import BatchLoop
 from carpool.batching.policy import PolicyName, make_policy
 from carpool.composition.process import Process
 from carpool.core.errors import Malformed
@@ -79,6 +80,8 @@ class DemoPanel:
         self._load: asyncio.subprocess.Process | None = None
         self._starting = asyncio.Lock()
         self._process: Process
+        # Empty before the process serves: the page may be looked at a moment earlier.
+        self._loops: list[BatchLoop] = []
         self._keys = [f"demo_{secrets.token_urlsafe(16)}" for _ in tiers]
         # The callers of the load, by its `Authorization` header.
         self.callers: Mapping[bytes, Caller] = {
@@ -89,6 +92,7 @@ class DemoPanel:
     def plug(self, process: Process) -> None:
         """Add the panel to a process, until that ends."""
         self._process = process
+        self._loops = [service.loop for service in process.serving.services]
         process.admin.add(b"POST", b"/internal/demo", self.change)
         process.runtime.opened.push_async_callback(self._close)
         process.runtime.do_every(LOOK_S, self._end_load_in_a_drain)
@@ -123,8 +127,8 @@ class DemoPanel:
     def _grant(self, wish: PanelChange) -> None:
         if wish.policy is not UNSET:
             batching = self._process.runtime.settings.batching
-            for service in self._process.serving.services:
-                service.loop.policy = make_policy(
+            for loop in self._loops:
+                loop.policy = make_policy(
                     wish.policy, slots_busy_max_share=batching.slots_busy_max_share, fill_target=batching.fill_target
                 )
         if wish.kill is not UNSET:
@@ -143,8 +147,7 @@ class DemoPanel:
             self._compare_soon()
 
     def _policy_name(self) -> str:
-        loops = [service.loop for service in self._process.serving.services]
-        return type(loops[0].policy).__name__.lower() if loops else ""
+        return type(self._loops[0].policy).__name__.lower() if self._loops else ""
 
     def _flood_rps(self) -> float:
         return round(min(FLOOD_RPS_MAX, FLOOD_TIMES * self._gpus.capacity_rps))

@@ -162,6 +162,7 @@ class RedisQueue:
             waited=None if local is None else local.waited,
             seconds=seconds,
             events=events,
+            sampled=sampled,
             clock=clock,
         )
         self._groups: Kept[tuple[str, bytes, bytes, int, float, bool, bool, bool], LaneRequests] = Kept(GROUPS_KEPT_MAX)
