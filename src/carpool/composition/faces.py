@@ -89,11 +89,9 @@ class Faces:
         v2 = KServeV2Routes(intake, is_up=admission.is_up, answers=answers, traces=runtime.tracer)
         v2.add_to(routes.router)
         cors = Cors(settings.gateway.cors_origins, routes.router.serve)
-        serve = cors if settings.gateway.cors_origins else routes.router.serve
-        self.http = HttpServer(serve, http_limits(settings, admission.models), runtime.clock)
+        serve, extra_lines = (cors, cors.lines) if settings.gateway.cors_origins else (routes.router.serve, None)
+        self.http = HttpServer(serve, http_limits(settings, admission.models), runtime.clock, extra_lines)
         self.http.state.traces, self.http.state.turns = runtime.tracer, intake.long_turns
-        if settings.gateway.cors_origins:
-            self.http.state.extra_lines = cors.lines
         self.streams, self.events = self._make_streams(cors)
         self.http.state.upgrades[STREAM, b"websocket"] = self.streams.open
         routes.router.add(b"GET", STREAM, self.streams.no_upgrade)

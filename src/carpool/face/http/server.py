@@ -17,7 +17,7 @@ from carpool.core.timers import Every
 from carpool.face.http.connection import LINGER_S, UNREAD_BYTES_MIN, Connection
 from carpool.face.http.error_pace import ErrorPace
 from carpool.face.http.exchange import Exchange
-from carpool.face.http.state import HttpLimits, HttpState
+from carpool.face.http.state import ExtraLines, HttpLimits, HttpState
 
 TICK_S = 0.05
 # Each tick looks at one of so many parts of the connections, so that ten thousand cost no noticeable pause.
@@ -60,8 +60,14 @@ _DROP_SYN = b"".join(
 class HttpServer:
     """Serves one handler on one address. `handler` must answer every exchange, now or later."""
 
-    def __init__(self, handler: Callable[[Exchange], None], limits: HttpLimits, clock: Clock = monotonic) -> None:
-        self.state = HttpState(handler, limits, clock)
+    def __init__(
+        self,
+        handler: Callable[[Exchange], None],
+        limits: HttpLimits,
+        clock: Clock = monotonic,
+        extra_lines: ExtraLines | None = None,
+    ) -> None:
+        self.state = HttpState(handler, limits, clock, extra_lines)
         self._servers: list[asyncio.Server] = []
         self._tls: ssl.SSLContext | None = None
         # Duplicates of the listening sockets: with TLS these accept; without, they accept the last connections when

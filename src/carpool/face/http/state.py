@@ -40,10 +40,20 @@ class HttpLimits(msgspec.Struct, frozen=True):
     accepted_a_turn: int = 1
 
 
+# Header lines for the answer to a request with these headers, also if it is refused before the handler sees it.
+ExtraLines = Callable[[dict[bytes, bytes]], bytes]
+
+
 class HttpState:
     """Shared by a server and its connections. `handler` must answer every exchange, now or later."""
 
-    def __init__(self, handler: Callable[[Exchange], None], limits: HttpLimits, clock: Clock = monotonic) -> None:
+    def __init__(
+        self,
+        handler: Callable[[Exchange], None],
+        limits: HttpLimits,
+        clock: Clock = monotonic,
+        extra_lines: ExtraLines | None = None,
+    ) -> None:
         # The function that answers the next exchange; see `handle_with`.
         self.handler = handler
         self.limits = limits
@@ -71,8 +81,7 @@ class HttpState:
         self.problems: dict[str, int] = {}
         # Upgrade handlers, by path and `Upgrade` in lower case: each answers, and returns who gets the bytes.
         self.upgrades: dict[tuple[bytes, bytes], Callable[[Exchange], Callable[[bytes], None] | None]] = {}
-        # Header lines for the answer to a request with these headers, also if it is refused before the handler sees it.
-        self.extra_lines: Callable[[dict[bytes, bytes]], bytes] | None = None
+        self.extra_lines = extra_lines
         # Traces refusals; None where nothing is traced.
         self.traces: RequestTraces | None = None
         # None where no event loop runs.
