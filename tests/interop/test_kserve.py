@@ -84,6 +84,8 @@ async def test_one_input_that_the_model(kserve: KServe, tmp_path: Path, form: st
     waiting = ("--policy", "fixed", "--max-wait-ms", "100")
     poison = inference(text, lambda _: False) if form == "v1" else case(form, number)
     async with running_gateway(tmp_path, "", *kserve.flags(form), *waiting, settings=TIMES) as gateway:
+        # The gateway warns of an endpoint whose very first call fails, and rightly so.
+        assert (await verify(gateway.port, [case(form, 0)])).statuses == {200: 1}
         innocents, refused = await asyncio.gather(
             verify(gateway.port, [case(form, number) for number in range(63)]),
             ask_once(gateway.port, "POST", poison.target, poison.body),
