@@ -38,6 +38,8 @@ def run(
 
     `panel` is what the demo adds to the process.
     """
+    # Until the process can reload: one that comes during the start waits for its end.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
     configure_logging(settings.log.level, settings.log.format)
     for warning in warnings_of(settings):
         logger.warning(warning)
@@ -106,6 +108,7 @@ async def _serve(
         raise
     if reload is not None:
         loop.add_signal_handler(signal.SIGHUP, process.reload, reload)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})
     if panel is not None:
         panel.plug(process)
     spare_the_collector()

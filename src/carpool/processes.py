@@ -56,7 +56,8 @@ def adopt(listen_fd: int) -> socket.socket:
     listener = socket.socket(fileno=listen_fd)
     # Started while the signals are still blocked, as they came from the parent: they are for the main thread.
     threading.Thread(target=_leave_with_parent, name="parent-watch", daemon=True).start()
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _AWAITED)
+    # SIGHUP stays so until this process can reload (app.py).
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _AWAITED - {signal.SIGHUP})
     return listener
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from datetime import datetime
@@ -13,7 +14,7 @@ import pytest
 from support.checker import Checker
 from support.client import ask_once
 from support.forks import Started
-from support.processes import PATIENCE_S, GatewayProcess, running_gateway, telling, until
+from support.processes import PATIENCE_S, GatewayProcess, running_gateway, start_role, telling, until
 from support.redis_servers import free_port
 from support.scenarios.resilience import QUICK, Load
 from support.upstreams import ScriptedUpstream, scripted_upstream
@@ -212,6 +213,25 @@ async def test_sighup_with_a_bad_configuration_changes_nothing_but_the_log(tmp_p
             write_toml(tmp_path, second.url)
             gateway.reload()
             await until(lambda: one_is(gateway, second.url))
+
+
+async def test_a_sighup_during_the_start_waits_for_its_end(tmp_path: Path) -> None:
+    write_toml(tmp_path, "http://127.0.0.1:9")
+    silent = socket.create_server(("127.0.0.1", 0))
+    silent.setblocking(False)
+    gateway = start_role(tmp_path, "gateway", ["--broker", f"redis://127.0.0.1:{silent.getsockname()[1]}"], {})
+    try:
+        connection, _ = await asyncio.get_running_loop().sock_accept(silent)  # it looks for Redis before it serves
+        (tmp_path / "carpool.toml").write_text("[upstream")
+        gateway.reload()
+        await gateway.wait_until_serving()
+        await until(lambda: "the configuration was not changed" in str(gateway.log_messages("error")))
+        gateway.terminate()
+        assert await gateway.exit_code() == 0
+    finally:
+        gateway.process.kill()
+        silent.close()
+        connection.close()
 
 
 async def one_is(gateway: GatewayProcess, url: str) -> bool:

@@ -289,6 +289,18 @@ class TestStream:
         ended = stream.ended()
         assert ended is not None and (ended.code, ended.reason) == ("INVALID_ARGUMENT", "MALFORMED")
 
+    def test_who_leaves_with_answers_unread_is_no_error(self, gateway: GatewayProcess) -> None:
+        for _ in range(3):
+            with grpc.insecure_channel(f"127.0.0.1:{gateway.grpc_port}") as channel:
+                stream = Stream(GrpcClient(channel))
+                for start in range(0, 400, 5):
+                    stream.ask(*(f"{number:<20}{'x' * 20_000}" for number in range(start, start + 5)))
+                stream.read(1)
+                assert eventually(lambda: metric(gateway, "carpool_held_requests") == 0)
+                stream.call.cancel()
+        assert eventually(lambda: metric(gateway, "carpool_grpc_calls") == 0)
+        assert gateway.log_messages("error") == []
+
     def test_who_stays_takes_no_owner_s_place(self, held: GrpcClient, slow: GatewayProcess) -> None:
         """For reflection no credential is needed, and such a stream may rest for ever."""
         assert eventually(lambda: metric(slow, "carpool_grpc_calls") == 0)

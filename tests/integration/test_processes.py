@@ -53,6 +53,7 @@ def note(signum, _frame):
 for name in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
     signal.signal(name, note)
 listener = adopt(int(sys.argv[1]))
+signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})
 while True:
     connection, _ = listener.accept()
     connection.sendall(f"{number} {os.getpid()}".encode())

@@ -182,7 +182,7 @@ class GrpcServer:
             try:
                 answer = await handle(call)
             except grpc.aio.BaseError:
-                raise  # the call has ended meanwhile
+                return None  # the call has ended meanwhile; of what is raised grpcio would write a line for each
             except Exception as failure:
                 answer = as_error(failure)
             finally:
