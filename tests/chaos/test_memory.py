@@ -37,7 +37,6 @@ CONFIGURATION = """
 model = "vector"
 [gateway]
 grpc_port = 0
-unread_bytes_max = {unread_max}
 [batching]
 max_wait_ms = 0
 max_batch = {max_batch}
@@ -131,9 +130,8 @@ def gateway(tmp_path: Path, upstream: LongAnswers) -> Iterator[GatewayProcess]:
 
 @contextmanager
 def serving_long_answers(directory: Path, upstream: LongAnswers, max_batch: int = 64) -> Iterator[GatewayProcess]:
-    settings = {"port": upstream.port, "unread_max": UNREAD_MAX, "max_batch": max_batch}
-    (directory / "carpool.toml").write_text(CONFIGURATION.format(**settings))
-    with serving(directory, "") as running:
+    (directory / "carpool.toml").write_text(CONFIGURATION.format(port=upstream.port, max_batch=max_batch))
+    with serving(directory, "", settings={"carpool.composition.faces.UNREAD_BYTES_MAX": UNREAD_MAX}) as running:
         yield running
 
 
@@ -346,7 +344,7 @@ def test_answers_that_are_not_read_are_bounded(tmp_path: Path, upstream: LongAns
             client = opened.enter_context(deaf_client(gateway.port))
             body = json.dumps({"model": "text", "input": f"text {number}"}).encode()
             client.sendall(request_bytes("POST", "/v1/inference", body, "Content-Type: application/json"))
-        # Soon all have their answers; `write_timeout_s` is twice as long.
+        # Soon all have their answers; WRITE_TIMEOUT_S is twice as long.
         for _ in range(100):
             time.sleep(0.05)
             most = max(most, gateway.resident_bytes())

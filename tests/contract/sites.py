@@ -28,6 +28,7 @@ from carpool.core.names import Role
 from carpool.settings import Settings, load_settings
 from carpool.testing import FakeUpstream, UpstreamCall, UpstreamResponse, inputs_of
 from support.client import Connection, Response, ask_once
+from support.forks import constants_in, place_of, settings_in
 from support.processes import PATIENCE_S, until
 from support.redis_servers import RedisCluster, RedisServer
 
@@ -246,7 +247,7 @@ class Site(ABC):
         keys = [f'[keys.{owner}]\nsha256 = "{sha256(owner)}"\ntier = "{tier}"\n' for owner, tier in OWNERS.items()]
         file.write_text("".join(tiers + keys))
         given = self.settings | {"auth.mode": "keys"} | dotted(settings)
-        return load_settings(given, environ={}, file=file)
+        return load_settings(settings_in(given), environ={}, file=file)
 
 
 class Embedded(Site):
@@ -287,9 +288,12 @@ Open = Callable[..., Awaitable[Site]]
 async def opened(directory: Path, server: RedisServer | RedisCluster | None) -> AsyncIterator[Open]:
     """What opens a site with settings of its own, until the block ends; without a server, in one process."""
     sites: list[Site] = []
+    constants = pytest.MonkeyPatch()
 
     async def open_site(gpu_slots: int = 4, **settings: object) -> Site:
         given = dotted(settings)
+        for constant, value in constants_in(SETTINGS | given).items():
+            constants.setitem(*place_of(constant), value)
         site = Embedded(directory, given) if server is None else OverRedis(directory, given, server)
         site.gpu = Gpu(gpu_slots)
         sites.append(site)
@@ -301,6 +305,7 @@ async def opened(directory: Path, server: RedisServer | RedisCluster | None) -> 
     finally:
         for site in sites:
             await site.close()
+        constants.undo()
         if isinstance(server, RedisServer) and server.is_running:
             await clear(server, sites)
 

@@ -61,8 +61,6 @@ def slow(tmp_path_factory: pytest.TempPathFactory, gpu: HeldGpu) -> Iterator[Gat
     folder = tmp_path_factory.mktemp("slow")
     (folder / "carpool.toml").write_text(
         f"""
-        [stream]
-        streams_max = {STREAMS_MAX}
         [auth]
         mode = "keys"
         [keys.one]
@@ -73,7 +71,8 @@ def slow(tmp_path_factory: pytest.TempPathFactory, gpu: HeldGpu) -> Iterator[Gat
         burst = 2
         """
     )
-    with serving(folder, gpu.url, "--grpc", "--slots", "1", "--max-batch", "1", settings=PATIENT) as running:
+    settings = PATIENT | {"carpool.face.http.places.STREAMS_MAX": STREAMS_MAX}
+    with serving(folder, gpu.url, "--grpc", "--slots", "1", "--max-batch", "1", settings=settings) as running:
         yield running
 
 

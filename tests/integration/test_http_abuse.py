@@ -7,7 +7,7 @@ from support.processes import PATIENCE_S, running_gateway
 
 
 async def test_slow_clients_are_cut_off_and_harm_nobody(tmp_path: Path) -> None:
-    timeouts = {"gateway.receive_timeout_s": 1.5, "gateway.write_timeout_s": 1.5}
+    timeouts = {"gateway.receive_timeout_s": 1.5, "carpool.composition.faces.WRITE_TIMEOUT_S": 1.5}
     async with running_gateway(tmp_path, "sim:?latency_ms=5&slots=8", settings=timeouts) as gateway:
         line = await abuse.slow_clients(gateway, trickling=20, not_reading=2, timeout_s=1.5, slack_s=PATIENCE_S)
         assert "pass" in line

@@ -291,7 +291,7 @@ def test_other_media(gateway: GatewayProcess) -> None:
 @pytest.fixture(scope="module")
 def limited(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GatewayProcess]:
     """Owners may have 20 at once, and one comes back in three seconds; 300 KB of answers are held at a time."""
-    settings = {"limits.anonymous": 20, "limits.burst": 20, "gateway.unread_bytes_max": 300_000}
+    settings = {"limits.anonymous": 20, "limits.burst": 20, "carpool.composition.faces.UNREAD_BYTES_MAX": 300_000}
     upstream = "sim:?latency_ms=1&slots=4&dimensions=1000"
     with serving(tmp_path_factory.mktemp("limited"), upstream, settings=settings) as running:
         yield running

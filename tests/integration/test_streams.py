@@ -32,6 +32,7 @@ from support.redis_servers import RedisServer
 pytestmark = pytest.mark.xdist_group("streams")
 
 PAGE = "https://app.example.com"
+WRITE_TIMEOUT_S = "carpool.composition.faces.WRITE_TIMEOUT_S"
 # Requests wait as long as a test holds the GPU.
 PATIENT = {"broker.queue_timeout_s": 600, "broker.total_timeout_s": 600, "upstream.timeout_s": 600}
 
@@ -44,7 +45,7 @@ def gpu() -> Iterator[HeldGpu]:
 
 @pytest.fixture(scope="module")
 def gateway(tmp_path_factory: pytest.TempPathFactory, gpu: HeldGpu) -> Iterator[GatewayProcess]:
-    settings = {**PATIENT, "gateway.cors_origins": PAGE, "stream.per_owner_max": 8, "gateway.write_timeout_s": 0.5}
+    settings = {**PATIENT, "gateway.cors_origins": PAGE, "limits.streams": 8, WRITE_TIMEOUT_S: 0.5}
     with serving(tmp_path_factory.mktemp("gateway"), gpu.url, settings=settings) as running:
         yield running
 

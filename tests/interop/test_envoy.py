@@ -62,7 +62,7 @@ def gpu() -> Iterator[HeldGpu]:
 
 @pytest.fixture(scope="module")
 def gateway(tmp_path_factory: pytest.TempPathFactory, gpu: HeldGpu) -> Iterator[GatewayProcess]:
-    settings = SETTINGS | {"stream.per_owner_max": 2}
+    settings = SETTINGS | {"limits.streams": 2}
     with serving(tmp_path_factory.mktemp("gateway"), gpu.url, "--grpc", settings=settings) as running:
         yield running
 

@@ -3,6 +3,9 @@
 A Python that starts and imports Carpool needs 0.7 s of a core, its fork a tenth of that, and tests start a thousand.
 A fork is a process like any other, with a pid, an environment, a folder and signals of its own. That `carpool` starts
 from nothing, the blocks of the docs show (`test_docs_run.py`).
+
+A test may change a constant of Carpool, a pause that would make it long or a bound that it would never reach. It stands
+among the test's settings, by its path: `{"carpool.upstream.health.INTERVAL_S": 0.1}`.
 """
 
 import atexit
@@ -19,8 +22,10 @@ import threading
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
 from functools import cache
+from importlib import import_module
 from pathlib import Path
-from typing import NoReturn
+from types import MappingProxyType
+from typing import Any, NoReturn
 
 # In `tests/integration`. Where memory and times are measured (`make chaos`), each process starts from nothing.
 IS_ON = False
@@ -89,10 +94,16 @@ class _Forker:
         atexit.register(self._end)
 
     def start(
-        self, arguments: Sequence[str], stdout: int, stderr: int, env: Mapping[str, str], cwd: Path | None
+        self,
+        arguments: Sequence[str],
+        stdout: int,
+        stderr: int,
+        env: Mapping[str, str],
+        cwd: Path | None,
+        constants: Mapping[str, object],
     ) -> Forked:
         ends, told = os.pipe()
-        message = json.dumps([list(arguments), dict(env), str(cwd or Path.cwd())]).encode()
+        message = json.dumps([list(arguments), dict(env), str(cwd or Path.cwd()), dict(constants)]).encode()
         with self._lock:
             socket.send_fds(self._socket, [message], [stdout, stderr, told])
             pid = int(self._socket.recv(16))
@@ -105,13 +116,38 @@ class _Forker:
 
 
 def start_carpool(
-    arguments: Sequence[str], stdout: int, stderr: int, env: Mapping[str, str], cwd: Path | None = None
+    arguments: Sequence[str],
+    stdout: int,
+    stderr: int,
+    env: Mapping[str, str],
+    cwd: Path | None = None,
+    constants: Mapping[str, object] = MappingProxyType({}),
 ) -> Started:
-    """`carpool ARGUMENTS` with exactly this environment; it writes to these open files."""
+    """`carpool ARGUMENTS` with exactly this environment and these constants; it writes to these open files."""
     if not IS_ON or any(env[name] != os.environ.get(name) for name in env if name.startswith(_READ_AT_START)):
         command = [sys.executable, "-m", "carpool", *arguments]
+        if constants:
+            command = [sys.executable, "-P", __file__, json.dumps(dict(constants)), *arguments]
         return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, env=env, cwd=cwd)
-    return _forker().start(arguments, stdout, stderr, env, cwd)
+    return _forker().start(arguments, stdout, stderr, env, cwd, constants)
+
+
+def constants_in(given: Mapping[str, object]) -> dict[str, object]:
+    """What is no setting: none begins so."""
+    return {path: value for path, value in given.items() if path.startswith("carpool.")}
+
+
+def settings_in(given: Mapping[str, object]) -> dict[str, object]:
+    """The rest."""
+    return {path: value for path, value in given.items() if not path.startswith("carpool.")}
+
+
+def place_of(constant: str) -> tuple[dict[str, Any], str]:
+    """The names of its module, and its own; KeyError if there is no such constant."""
+    module, _, name = constant.rpartition(".")
+    names = vars(import_module(module))
+    names[name]
+    return names, name
 
 
 @cache
@@ -129,8 +165,8 @@ class _Server:
         self._wakes, self._woken = os.pipe()
         os.set_blocking(self._woken, False)
 
-    def serve(self) -> list[str]:
-        """Returns in each fork, with its arguments."""
+    def serve(self) -> tuple[list[str], dict[str, Any]]:
+        """Returns in each fork, with its arguments and constants."""
         signal.set_wakeup_fd(self._woken)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         while True:
@@ -139,22 +175,22 @@ class _Server:
                     message, fds, _, _ = socket.recv_fds(self._asked, _MESSAGE_BYTES_MAX, 3)
                     if not message:
                         sys.exit(0)  # nobody can ask any more
-                    if (arguments := self._fork(*json.loads(message), *fds)) is not None:
-                        return arguments
+                    arguments, environment, folder, constants = json.loads(message)
+                    if self._fork(environment, folder, *fds):
+                        return arguments, constants
                 else:
                     os.read(self._wakes, 4096)
                     self._reap()
 
-    def _fork(
-        self, arguments: list[str], environment: dict[str, str], folder: str, stdout: int, stderr: int, told: int
-    ) -> list[str] | None:
+    def _fork(self, environment: dict[str, str], folder: str, stdout: int, stderr: int, told: int) -> bool:
+        """True in the fork."""
         pid = os.fork()
         if pid:
             self._told[pid] = told
             os.close(stdout)
             os.close(stderr)
             self._asked.send(str(pid).encode())
-            return None
+            return False
         self._become_plain()
         os.dup2(stdout, 1)
         os.dup2(stderr, 2)
@@ -164,7 +200,7 @@ class _Server:
         os.environ.update(environment)
         os.chdir(folder)
         sys.path.insert(0, folder)  # as `python -m` does
-        return arguments
+        return True
 
     def _become_plain(self) -> None:
         """Leave nothing of the process that forked."""
@@ -195,13 +231,18 @@ def _main() -> NoReturn:
     import carpool.upstream.client
     from carpool.cli import main
 
-    with redirect_stdout(io.StringIO()):
-        main(["config"])  # the command line imports more when it is first used
-    gc.collect()
-    gc.freeze()  # a collection in a fork would copy these pages
-    arguments = _Server(socket.socket(fileno=int(sys.argv[1]))).serve()
-    # What a module draws for its process when it is imported: two that share it would use the same ids.
-    vars(carpool.face.intake)["_prefix"] = f"req_{secrets.token_hex(6)}-"
+    arguments, constants = sys.argv[2:], json.loads(sys.argv[1])
+    if isinstance(constants, int):  # the socket of a process that forks
+        with redirect_stdout(io.StringIO()):
+            main(["config"])  # the command line imports more when it is first used
+        gc.collect()
+        gc.freeze()  # a collection in a fork would copy these pages
+        arguments, constants = _Server(socket.socket(fileno=constants)).serve()
+        # What a module draws for its process when it is imported: two that share it would use the same ids.
+        vars(carpool.face.intake)["_prefix"] = f"req_{secrets.token_hex(6)}-"
+    for constant, value in constants.items():
+        names, name = place_of(constant)
+        names[name] = value
     sys.argv = [str(Path(carpool.__file__ or "").with_name("__main__.py")), *arguments]
     sys.exit(main())
 

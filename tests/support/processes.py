@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from support.client import Response, ask_once, inference_body
-from support.forks import Started, start_carpool
+from support.forks import Started, constants_in, settings_in, start_carpool
 
 # How long a test waits for what must come: it is over by then only if something hangs. How quick something is, no test
 # here says: that depends on what else the machine has to do.
@@ -220,10 +220,11 @@ def start_role(directory: Path, role: str, flags: Sequence[str], settings: Mappi
     directory.mkdir(parents=True, exist_ok=True)
     log = directory / f"{role}-{time.monotonic_ns()}.log"
     wanted = PATIENT | dict(settings)
-    environment = CLEAN_ENVIRONMENT | {variable(key): str(value) for key, value in wanted.items() if value is not None}
+    said = {variable(key): str(value) for key, value in settings_in(wanted).items() if value is not None}
     with log.open("wb") as output:
         command = [role, "--port", "0", "--log-format", "json", *flags]
-        process = start_carpool(command, output.fileno(), output.fileno(), environment, directory)
+        files = (output.fileno(), output.fileno())
+        process = start_carpool(command, *files, CLEAN_ENVIRONMENT | said, directory, constants_in(wanted))
     return GatewayProcess(process, log)
 
 

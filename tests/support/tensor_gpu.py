@@ -14,7 +14,6 @@ model = "mirror"
 [gateway]
 body_bytes_max = 16777216
 receive_timeout_s = 60
-write_timeout_s = 60
 
 [upstream]
 endpoints = ["http://127.0.0.1:{port}"]

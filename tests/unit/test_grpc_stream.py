@@ -61,7 +61,7 @@ class Stand:
     def __init__(self, broker: MemoryBroker, intake: Intake, unread_bytes_max: int) -> None:
         self.broker = broker
         self.problems: list[str] = []
-        self.places = Places("streams", 2, 1)
+        self.places = Places("streams", 1, 2)
         settings, problems = InferenceSettings(1000, False), Problems(self.problems.append)
         self.service = Inference(intake, settings, problems, self.places)
         self.streams = GrpcStreams(self.service, self.places, unread_bytes_max)

@@ -111,12 +111,12 @@ class TestOrigins:
 
 class TestPrecedence:
     def test_flags_over_environment_over_file_over_defaults(self) -> None:
-        toml = "[gateway]\nport = 1001\nhost = 'file'\npipeline_max = 4\n[batching]\nmax_batch = 7"
+        toml = "[gateway]\nport = 1001\nhost = 'file'\nbody_bytes_max = 4\n[batching]\nmax_batch = 7"
         env = {"CARPOOL_GATEWAY_PORT": "1002", "CARPOOL_GATEWAY_HOST": "env"}
         settings = load({"gateway.port": 1003, "gateway.host": None}, env, toml)
         assert settings.gateway.port == 1003
         assert settings.gateway.host == "env"
-        assert settings.gateway.pipeline_max == 4
+        assert settings.gateway.body_bytes_max == 4
         assert settings.batching.max_batch == 7
         assert settings.gateway.idle_timeout_s == 75.0
 

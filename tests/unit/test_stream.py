@@ -353,7 +353,7 @@ async def test_messages_that_are_not_whole_count_together() -> None:
 
 
 async def test_only_so_many_streams() -> None:
-    stand = StreamStand(places=Places("streams", 3, 2))
+    stand = StreamStand(places=Places("streams", 2, 3))
     first, second, third = (stand.connect() for _ in range(3))
     assert [each.status for each in (first, second, third)] == [101, 101, 429]
     first.leave()

@@ -23,7 +23,7 @@ from carpool.face.http.openapi import gateway_openapi
 from carpool.face.http.places import Places
 from carpool.face.http.sampling import SAMPLE_S, Sampler
 from carpool.face.http.server import HttpServer
-from carpool.face.http.state import HttpLimits
+from carpool.face.http.state import UNREAD_BYTES_MAX, WRITE_TIMEOUT_S, HttpLimits
 from carpool.face.http.stream import StreamLimits
 from carpool.face.http.streams import PATH as STREAM
 from carpool.face.http.streams import WebSocketStreams
@@ -84,7 +84,7 @@ class Faces:
             runtime.tracer,
             callback_check(settings.webhooks),
         )
-        answers = self._answers = Answers(settings.gateway.unread_bytes_max, intake.turns)
+        answers = self._answers = Answers(UNREAD_BYTES_MAX, intake.turns)
         add_list_faces(routes.router, intake, answers, admission.is_down, runtime.tracer)
         v2 = KServeV2Routes(intake, is_up=admission.is_up, answers=answers, traces=runtime.tracer)
         v2.add_to(routes.router)
@@ -103,21 +103,19 @@ class Faces:
         self.port = 0
 
     def _make_streams(self, cors: Cors) -> tuple[WebSocketStreams, TaskEvents]:
-        runtime, settings = self._runtime, self._runtime.settings.stream
+        runtime, settings = self._runtime, self._runtime.settings
         streams = WebSocketStreams(
             self._admission.intake,
             self.http.state,
-            Tickets(runtime.settings.service.token),
-            Places("streams", settings.streams_max, settings.per_owner_max),
-            StreamLimits(settings.requests_max, settings.message_bytes_max, settings.idle_timeout_s),
+            Tickets(settings.service.token),
+            Places("streams", settings.limits.streams),
+            StreamLimits(message_bytes_max=self.http.state.limits.body_bytes_max),
             allows=cors.allows,
             traces=runtime.tracer,
             clock=runtime.clock,
         )
-        places = Places("event streams", settings.listeners_max, settings.per_owner_max)
-        return streams, TaskEvents(
-            self._admission.intake, places, forget_after_read=runtime.settings.tasks.forget_after_read
-        )
+        places = Places("event streams", settings.limits.streams)
+        return streams, TaskEvents(self._admission.intake, places, forget_after_read=settings.tasks.forget_after_read)
 
     async def start(self, listening: socket.socket | None, check_ready: "CheckReady") -> None:
         """Serve clients, on a socket that other processes share if one is given."""
@@ -226,16 +224,12 @@ def http_limits(settings: Settings, models: Sequence[ModelFace]) -> HttpLimits:
     gateway = settings.gateway
     files = raise_file_limit()
     return HttpLimits(
-        header_bytes_max=gateway.header_bytes_max,
-        header_count_max=gateway.header_count_max,
         body_bytes_max=max(model.body_bytes_max for model in models),
-        receiving_bytes_max=gateway.receiving_bytes_max,
-        unread_bytes_max=gateway.unread_bytes_max,
+        unread_bytes_max=UNREAD_BYTES_MAX,
         receive_timeout_s=gateway.receive_timeout_s,
         idle_timeout_s=gateway.idle_timeout_s,
-        write_timeout_s=gateway.write_timeout_s,
-        pipeline_max=gateway.pipeline_max,
-        connections_max=gateway.connections_max or files - min(FILES_RESERVED, files // 2),
+        write_timeout_s=WRITE_TIMEOUT_S,
+        connections_max=files - min(FILES_RESERVED, files // 2),
         accepted_a_turn=ACCEPTED_A_TURN,
     )
 

@@ -31,9 +31,9 @@ def make_grpc_server(
     problems = Problems(http.count_problem, runtime.tracer)
     tasks = settings.tasks
     own = InferenceSettings(tasks.wait_ms_max, tasks.forget_after_read, limits.unread_bytes_max)
-    places = Places("streams", settings.stream.streams_max, settings.stream.per_owner_max)
+    places = Places("streams", settings.limits.streams)
     # For clients without a credential, from as many addresses as they like: owners' streams are not refused for those.
-    strangers = Places("such streams", settings.stream.streams_max, settings.stream.per_owner_max)
+    strangers = Places("such streams", settings.limits.streams)
     services: list[Service] = [
         Inference(intake, own, problems, places, callback_check(settings.webhooks)),
         KServeV2(intake, is_up, answers, problems),
@@ -48,7 +48,6 @@ def make_grpc_server(
         GrpcLimits(
             body_bytes_max=limits.body_bytes_max,
             header_bytes_max=limits.header_bytes_max,
-            calls_max=settings.gateway.grpc_calls_max,
             connections_max=limits.connections_max,
             receive_timeout_s=limits.receive_timeout_s,
             idle_timeout_s=limits.idle_timeout_s,

@@ -71,7 +71,6 @@ class GatewaySettings(Section, frozen=True):
             "given; 0 picks a free one"
         ),
     ] = None
-    grpc_calls_max: Annotated[Count, doc("gRPC calls at once, streams included (RESOURCE_EXHAUSTED)")] = 10_000
     default_mode: Annotated[
         ModeName,
         doc("what `POST /v1/inference` does when the client does not say; a key, a model and a tier go before it"),
@@ -89,26 +88,9 @@ class GatewaySettings(Section, frozen=True):
             "networks like `10.0.0.0/8`; from anybody else that header is ignored"
         ),
     ] = []
-    header_bytes_max: Annotated[Count, doc("request line and headers together (431)")] = 16 * KIB
-    header_count_max: Annotated[Count, doc("number of headers (431)")] = 100
     body_bytes_max: Annotated[BodyBytes, doc("body of one request (413); a model may set its own")] = MIB
-    receiving_bytes_max: Annotated[Count, doc("bodies that are partly received, over all connections (503)")] = (
-        256 * MIB
-    )
-    unread_bytes_max: Annotated[
-        Count, doc("answers that clients leave unread, whole, together; those furthest behind are cut off")
-    ] = 256 * MIB
     receive_timeout_s: Annotated[Seconds, doc("a request must have arrived whole within this (408)")] = 10.0
     idle_timeout_s: Annotated[Seconds, doc("a connection with no request is closed after this")] = 75.0
-    write_timeout_s: Annotated[
-        Seconds,
-        doc(
-            "a client that takes less than 4 KB of an answer in this time is cut off; what a slow one reads shows in "
-            "steps of up to half of its system's receive buffer"
-        ),
-    ] = 10.0
-    pipeline_max: Annotated[Count, doc("requests in flight on one connection before reading pauses")] = 32
-    connections_max: Annotated[int, doc("open client connections; 0: what the file limit allows", ge=0)] = 0
     cors_origins: Annotated[
         list[str],
         doc(
@@ -126,21 +108,6 @@ class GatewaySettings(Section, frozen=True):
             le=64,
         ),
     ] = 1
-
-
-class StreamSettings(Section, frozen=True):
-    """What stays open: WebSockets (`/v1/stream`), and server-sent events of tasks."""
-
-    streams_max: Annotated[Count, doc("WebSockets of one process, and as many streams of gRPC (503)")] = 1024
-    listeners_max: Annotated[Count, doc("clients that listen to events of tasks, at one process (503)")] = 1024
-    per_owner_max: Annotated[Count, doc("WebSockets, gRPC streams and listeners of one owner at one process (429)")] = (
-        64
-    )
-    requests_max: Annotated[Count, doc("requests in flight on one WebSocket (a 429 each)")] = 256
-    message_bytes_max: Annotated[
-        BodyBytes, doc("one message of a WebSocket, with all requests in it (close code 1009)")
-    ] = MIB
-    idle_timeout_s: Annotated[Seconds, doc("a WebSocket on which nothing is asked for this long is closed")] = 300.0
 
 
 class BatchingSettings(Section, frozen=True):
@@ -454,7 +421,7 @@ class ServiceSettings(Section, frozen=True):
 
 
 class LimitSettings(Section, frozen=True):
-    """How much one owner may ask for. A tier, and a key, may have their own."""
+    """How much one owner may ask for. A tier, and a key, may have rates of their own."""
 
     per_minute: Annotated[Limit, doc("requests a minute of an owner with a credential (429); 0: no limit")] = 1000
     burst: Annotated[Burst, doc("requests that may come at once, on top of an even pace")] = 100
@@ -464,6 +431,9 @@ class LimitSettings(Section, frozen=True):
     anonymous: Annotated[
         Limit, doc("requests a minute of an address, for those without a credential (429); 0: no limit")
     ] = 0
+    streams: Annotated[
+        int, doc("WebSockets of an owner at one process, and as many gRPC streams and listeners (429)", ge=1, le=1024)
+    ] = 64
 
 
 class SheddingSettings(Section, frozen=True):
@@ -713,7 +683,6 @@ class Settings(Section, frozen=True):
         ),
     ] = "default"
     gateway: GatewaySettings = GatewaySettings()
-    stream: StreamSettings = StreamSettings()
     auth: AuthSettings = AuthSettings()
     service: ServiceSettings = ServiceSettings()
     limits: LimitSettings = LimitSettings()

@@ -40,11 +40,12 @@ _CODES = {name: grpc.StatusCode[name] for name in GRPC_STATUS}
 
 
 class GrpcLimits(msgspec.Struct, frozen=True):
-    """What is taken from a client; see GatewaySettings."""
+    """What is taken from a client. A gateway passes those that are settings, or are the same as over HTTP."""
 
     body_bytes_max: int = 1024 * 1024
     header_bytes_max: int = 16384
-    calls_max: int = 16384
+    # Calls at once, streams included: each may hold a body that is partly received.
+    calls_max: int = 10_000
     connections_max: int = 10_000
     receive_timeout_s: float = 10.0
     idle_timeout_s: float = 75.0

@@ -4,14 +4,17 @@ from collections import Counter
 
 from carpool.core.errors import CarpoolError, QueueFull, RateLimited
 
+# Streams of one kind in a process: each takes a connection and some 50 KB, and a process serves others too.
+STREAMS_MAX = 1024
+
 
 class Places:
     """Counts open streams. An owner without one is not remembered."""
 
-    def __init__(self, what: str, most: int, owner_most: int) -> None:
+    def __init__(self, what: str, owner_most: int, most: int | None = None) -> None:
         # What there are places for, in a text for clients: "streams".
         self._what = what
-        self._most = most
+        self._most = STREAMS_MAX if most is None else most
         self._owner_most = owner_most
         self.taken = 0
         self._by_owner: Counter[str] = Counter()

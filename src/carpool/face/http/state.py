@@ -21,19 +21,26 @@ READY_MAX = 1024
 LONG_BODY_BYTES = 16 * 1024
 
 
-class HttpLimits(msgspec.Struct, frozen=True):
-    """What is taken from a client; see GatewaySettings."""
+# Responses that clients have not read yet, over all connections that are behind with reading: of 1 MB, 256.
+UNREAD_BYTES_MAX = 256 * 1024 * 1024
+# A client that takes less than 4 KB of a response in this time is cut off; slow networks take more.
+WRITE_TIMEOUT_S = 10.0
 
+
+class HttpLimits(msgspec.Struct, frozen=True):
+    """What is taken from a client. A gateway passes those that are settings; the others bound memory or stop abuse."""
+
+    # Request line and headers together; proxies and other servers take 8 to 64 KiB and some 100 headers.
     header_bytes_max: int = 16384
     header_count_max: int = 100
     body_bytes_max: int = 1024 * 1024
     # Bodies that are partly received, over all connections.
     receiving_bytes_max: int = 256 * 1024 * 1024
-    # Responses that clients have not read yet, over all connections that are behind with reading.
-    unread_bytes_max: int = 256 * 1024 * 1024
+    unread_bytes_max: int = UNREAD_BYTES_MAX
     receive_timeout_s: float = 10.0
     idle_timeout_s: float = 75.0
-    write_timeout_s: float = 10.0
+    write_timeout_s: float = WRITE_TIMEOUT_S
+    # Requests in flight on one connection before reading pauses.
     pipeline_max: int = 32
     connections_max: int = 10_000
     # New connections accepted in a turn of the event loop, about; the listener needs so many files for it (server.py).

@@ -77,10 +77,13 @@ _silent.disabled = True
 
 
 class StreamLimits(msgspec.Struct, frozen=True):
-    """What a stream may do; see StreamSettings."""
+    """What a stream may do."""
 
+    # In flight on one stream; each beyond gets a 429.
     requests_max: int = 256
+    # One message, with all requests in it; as long as a body may be.
     message_bytes_max: int = 1024 * 1024
+    # A stream on which nothing is asked for this long is closed: it holds a place that others want.
     idle_timeout_s: float = 300.0
 
 
