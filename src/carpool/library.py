@@ -226,7 +226,7 @@ class Batcher(Generic[Item, Result]):
         self._max_batch_size = max_batch_size
         self._max_wait_ms = max_wait_ms
         self.concurrency = concurrency
-        self._policy = make_policy(policy, slots_busy_max_share=0.75, fill_target=0.8)
+        self._policy = make_policy(policy)
         self._waiting_max = waiting_max
         self._clock = clock
         self._numbers = count(1)

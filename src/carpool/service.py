@@ -46,6 +46,8 @@ MakeSession = Callable[[], "aiohttp.ClientSession"]
 # What makes the endpoints of a model, by their addresses; raises OSError or ValueError if they cannot be used.
 EndpointsOf = Callable[[Model], MakeEndpoint]
 
+# Bytes of all inputs of one model that are at its endpoints, each up to twice in memory; one batch is always sent.
+IN_FLIGHT_BYTES_MAX = 512 * 1024 * 1024
 # Weight of the last second in the rates that are shown.
 RATE_WEIGHT = 0.5
 # The longest that an endpoint is left alone between two probes.
@@ -223,13 +225,11 @@ class ModelService(ModelFace):
             broker,
             self._slots,
             self.dispatcher,
-            make_policy(
-                batching.policy, slots_busy_max_share=batching.slots_busy_max_share, fill_target=batching.fill_target
-            ),
+            make_policy(batching.policy),
             max_batch=batching.max_batch,
             max_wait_s=batching.max_wait_ms / 1000,
             batch_bytes_max=batching.batch_bytes_max,
-            in_flight_bytes_max=batching.in_flight_bytes_max,
+            in_flight_bytes_max=IN_FLIGHT_BYTES_MAX,
             fetched=fetched,
             company_comes=None if fetched is None else self._company_comes,
             sampled=sampled,

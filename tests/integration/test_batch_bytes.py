@@ -8,7 +8,7 @@ from support.stage import stage
 
 INPUT_BYTES = 1000
 # Three inputs in a batch, and two batches at once where there are slots for four.
-SETTINGS = {"batching.batch_bytes_max": 3 * INPUT_BYTES + 500, "batching.in_flight_bytes_max": 7 * INPUT_BYTES}
+SETTINGS = {"batching.batch_bytes_max": 3 * INPUT_BYTES + 500, "carpool.service.IN_FLIGHT_BYTES_MAX": 7 * INPUT_BYTES}
 SIM = "sim:?latency_ms=20&slots=4"
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from carpool.batching.policy import Idle, LaneView, Pid, Policy, PolicyName, Send, WaitUntil, make_policy
+from carpool.batching.policy import Adaptive, Fixed, Idle, LaneView, Pid, Policy, PolicyName, Send, WaitUntil
 from carpool.batching.rate import ArrivalRate
 
 NAMES: tuple[PolicyName, ...] = ("fixed", "adaptive", "pid")
@@ -20,9 +20,13 @@ shares = st.floats(0.01, 1.0)
 histories = st.lists(st.integers(1, 64), max_size=30)
 
 
+def policy_with(name: PolicyName, share: float) -> Policy:
+    return {"fixed": Fixed(), "adaptive": Adaptive(share), "pid": Pid(share)}[name]
+
+
 def policy_with_history(name: PolicyName, share: float, sizes: list[int]) -> Policy:
     """A policy that has already been told of batches, so that stateful ones are not met at their start only."""
-    policy = make_policy(name, slots_busy_max_share=share, fill_target=share)
+    policy = policy_with(name, share)
     for size in sizes:
         policy.plan(LaneView(size, 0.0, 100.0, 1, 4, 0.2, 64, 0.05), 0.01)
         policy.sent(size, 64)
@@ -177,7 +181,7 @@ def test_a_driven_lane_sends_every_request_in_time(
     arrivals: list[float] = []
     for gap in gaps:
         arrivals.append((arrivals[-1] if arrivals else 0.0) + gap)
-    lane = DrivenLane(make_policy(name, slots_busy_max_share=share, fill_target=share), slots, services)
+    lane = DrivenLane(policy_with(name, share), slots, services)
     lane.drive(arrivals)
     assert sum(lane.sizes) == len(arrivals)
 

@@ -447,7 +447,7 @@ def test_bytes_are_bounded_for_any_traffic(
     batch_bytes_max, in_flight_bytes_max = 50, 110
     stand = Stand(
         slots=slots,
-        policy=make_policy(name, slots_busy_max_share=0.75, fill_target=0.8),
+        policy=make_policy(name),
         batch_bytes_max=batch_bytes_max,
         in_flight_bytes_max=in_flight_bytes_max,
     )

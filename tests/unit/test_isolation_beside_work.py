@@ -271,7 +271,7 @@ class ServiceStand:
         settings = Settings(
             model="m",
             upstream=UpstreamSettings(endpoints=["sim:?latency_ms=1&slots=2&refuse=BAD"]),
-            batching=BatchingSettings(max_batch=4, batch_bytes_max=bytes_max, in_flight_bytes_max=bytes_max),
+            batching=BatchingSettings(max_batch=4, batch_bytes_max=bytes_max),
         )
         self.witness = Witness()
         self.quarantined = Quarantine()
@@ -284,6 +284,7 @@ class ServiceStand:
             None,
             self.quarantined,
         )
+        self.service.loop.in_flight_bytes_max = bytes_max
         self.pool = self.service.pool
         self._serial = 0
 

@@ -18,12 +18,12 @@ from carpool.batching.policy import (
 )
 from carpool.batching.rate import ArrivalRate
 
-# 32 slots of 200 ms, 24 of them busy: pressure is at slots_busy_max_share, and the pace is 200 / 24 = 8.3 ms.
+# 32 slots of 200 ms, 24 of them busy: pressure is at SLOTS_BUSY_MAX_SHARE, and the pace is 200 / 24 = 8.3 ms.
 BUSY = LaneView(waiting=3, oldest=10.0, rate=2_000.0, free=8, slots=32, service_s=0.2, max_batch=64, max_wait_s=0.05)
 
 
 def adaptive(now: float, **changes: float) -> Plan:
-    return Adaptive(0.75).plan(msgspec.structs.replace(BUSY, **changes), now)
+    return Adaptive().plan(msgspec.structs.replace(BUSY, **changes), now)
 
 
 def wait_s(plan: Plan) -> float:
@@ -35,7 +35,7 @@ def wait_s(plan: Plan) -> float:
     ("name", "kind"), [("fixed", Fixed), ("adaptive", Adaptive), ("pid", Pid)], ids=lambda value: str(value)
 )
 def test_make_policy_makes_what_the_settings_name(name: PolicyName, kind: type) -> None:
-    assert type(make_policy(name, slots_busy_max_share=0.75, fill_target=0.8)) is kind
+    assert type(make_policy(name)) is kind
 
 
 def test_adaptive_sends_at_once_into_an_idle_pool() -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from carpool.composition.process import changed_for_the_next_start
 from carpool.core.names import Role
+from carpool.service import IN_FLIGHT_BYTES_MAX
 from carpool.settings import (
     ConfigError,
     Settings,
@@ -63,13 +64,11 @@ def refusal(
 
 class TestBatchBytes:
     def test_one_batch_fits_among_those_that_run(self) -> None:
-        assert refusal(toml="[batching]\nin_flight_bytes_max = 1000").startswith(
-            "batching.batch_bytes_max must not be above batching.in_flight_bytes_max (1000)"
-        )
-        told = refusal(
-            toml="[batching]\nbatch_bytes_max = 9\nin_flight_bytes_max = 9\n[models.a]\nbatch_bytes_max = 10"
-        )
-        assert told.startswith("models.a.batch_bytes_max (carpool.toml) must not be above")
+        most = IN_FLIGHT_BYTES_MAX
+        assert load(toml=f"[batching]\nbatch_bytes_max = {most}").batching.batch_bytes_max == most
+        for table in ("batching", "models.a"):
+            told = refusal(toml=f"[{table}]\nbatch_bytes_max = {most + 1}")
+            assert told.startswith(f"{table}.batch_bytes_max (carpool.toml) must be a whole number from 1 to {most}")
 
 
 class TestTrustedProxies:

@@ -62,8 +62,11 @@ RATE_S_MIN = 0.02
 SIGMAS = 3.0
 # The same for a wait that was seen.
 WAIT_WEIGHT = 0.1
-# Rule 7, where nothing else is set: seconds of capacity.
-DEPTH_HIGHEST_ONLY_S, DEPTH_NOT_LOWEST_S = 0.35, 0.07
+# Rule 7: with more waiting than so many seconds of capacity only the highest tier comes in, or all but the lowest; nor
+# does the lowest while more than this share of the capacity comes.
+DEPTH_HIGHEST_ONLY_S, DEPTH_NOT_LOWEST_S, RATE_SHARE = 0.35, 0.07, 0.7
+# The share of the capacity that should be used, where pressure is 1: beyond it waits grow fast.
+UTILIZATION_TARGET = 0.75
 RETRY_AFTER_S_MAX = 30
 # Ticks of which it is remembered what was predicted then.
 PREDICTIONS_KEPT = 64
@@ -78,14 +81,6 @@ class TierRule(msgspec.Struct, frozen=True):
     name: str = ""
 
 
-class Thresholds(msgspec.Struct, frozen=True):
-    """Rule 7. A depth of 0 stands for seconds of capacity."""
-
-    depth_highest_only: int = 0
-    depth_not_lowest: int = 0
-    rate_share: float = 0.7
-
-
 class LoadShedder:
     """Says which requests come in. What waits is read from `stats_by_tier`."""
 
@@ -96,7 +91,7 @@ class LoadShedder:
         *,
         is_strict: bool = False,
         min_share: float = 0.05,
-        thresholds: Thresholds | None = None,
+        by_thresholds: bool = False,
         queue_s: float = 0.0,
     ) -> None:
         count = len(tiers)
@@ -111,7 +106,7 @@ class LoadShedder:
         self._lane_counts = [0] * count
         self._lanes_counted_at = -inf
         self._min_share = min_share
-        self._thresholds = thresholds
+        self._by_thresholds = by_thresholds
         # For how long after a request's arrival a later request of a higher tier, by number, still overtakes it.
         self._overtaking_s = [
             [
@@ -204,7 +199,7 @@ class LoadShedder:
         self.is_late = False
         refusal = self.refusal_if_full(tier, owner, now, count, request)
         refusal = refusal or self.refusal_by_deadline(tier, owner, now, seconds, count)
-        is_short = self._thresholds is not None and self._is_known and self.headroom[tier] < count
+        is_short = self._by_thresholds and self._is_known and self.headroom[tier] < count
         if refusal is None and is_short and any(map(self._waiting, range(len(self._tiers)))):
             refusal = self._refuse(tier, count, self._too_long(tier))
         if refusal is None:
@@ -221,7 +216,7 @@ class LoadShedder:
         self._recount_if_due(tier, now)
         if not self._is_known:
             return None
-        may_come = self._thresholds is None
+        may_come = not self._by_thresholds
         if may_come and self._lanes is not None and (self._lane_counts[-1] > 1 or (request and request.lane_key)):
             if request is None or self._finds_batch(self._lanes, request, count):
                 return None
@@ -281,7 +276,7 @@ class LoadShedder:
         To be called before it is let in: it takes no place. Of a call of `count`, it is about the last request.
         """
         self._recount_if_due(tier, now)
-        if self._thresholds is not None or not self._is_known:
+        if self._by_thresholds or not self._is_known:
             return None
         seconds = max(seconds, 0.0)
         if self.headroom[tier] > 0 or self._comes_in_time(tier, owner, count):
@@ -310,7 +305,7 @@ class LoadShedder:
     def _too_long(self, tier: int) -> Shed:
         """By which limit a request of this tier is refused now."""
         wait_s = self.predicted_wait_s(tier)
-        if self._thresholds is not None:
+        if self._by_thresholds:
             return too_long(wait_s, 'too many wait or come for its tier (`shedding.mode = "thresholds"`)')
         rule, limit_s = self._tiers[tier], self._limit_s(tier, self._counted_at)
         setting = f"its `wait_max_ms` is {rule.wait_max_s * 1000:g}"
@@ -435,8 +430,8 @@ class LoadShedder:
             return
         self._refusals = [None] * len(self._tiers)
         self._running = self._count_running() if self._batch_s else [0.0] * len(self._tiers)
-        if self._thresholds is not None:
-            self.headroom[:] = self._headroom_by_threshold(self._thresholds)
+        if self._by_thresholds:
+            self.headroom[:] = self._headroom_by_threshold()
             return
         self._look_at_queue(now)
         self._count_newcomers(seconds)
@@ -500,15 +495,13 @@ class LoadShedder:
             came = min(max(self._newcomers[tier], 0.0) + rate * seconds, most)
             self._newcomers[tier] = came if late_above else 0.0
 
-    def _headroom_by_threshold(self, thresholds: Thresholds) -> list[float]:
+    def _headroom_by_threshold(self) -> list[float]:
         capacity = self.capacity[-1]
         depth = sum(map(self._waiting, range(len(self._tiers))))
-        highest_only = thresholds.depth_highest_only or DEPTH_HIGHEST_ONLY_S * capacity
-        not_lowest = thresholds.depth_not_lowest or DEPTH_NOT_LOWEST_S * capacity
-        headroom = [inf] + [highest_only - depth] * (len(self._tiers) - 1)
+        headroom = [inf] + [DEPTH_HIGHEST_ONLY_S * capacity - depth] * (len(self._tiers) - 1)
         if len(headroom) > 1:
-            is_too_fast = sum(self._admitted_rates) > thresholds.rate_share * capacity
-            headroom[-1] = 0.0 if is_too_fast else min(headroom[-1], not_lowest - depth)
+            is_too_fast = sum(self._admitted_rates) > RATE_SHARE * capacity
+            headroom[-1] = 0.0 if is_too_fast else min(headroom[-1], DEPTH_NOT_LOWEST_S * capacity - depth)
         return headroom
 
     def _count_running(self) -> list[float]:
@@ -611,6 +604,6 @@ def too_long(wait_s: float, why: str, advice: str = "") -> Shed:
     )
 
 
-def pressure(rates: Sequence[float], capacity: float, utilization_target: float) -> float:
+def pressure(rates: Sequence[float], capacity: float) -> float:
     """How much comes in, as a share of what should: 1 at the target."""
-    return 0.0 if capacity == inf else sum(rates) / max(capacity * utilization_target, 1e-9)
+    return 0.0 if capacity == inf else sum(rates) / max(capacity * UTILIZATION_TARGET, 1e-9)

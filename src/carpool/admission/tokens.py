@@ -67,6 +67,7 @@ class TokenRules(NamedTuple):
     algorithms: Sequence[str] = ()
     issuer: str = ""
     audience: str = ""
+    # How far clocks may differ, for `exp` and `nbf`; those with NTP differ by far less.
     leeway_s: float = 30.0
     owner_claim: str = "sub"
     tier_claim: str = "tier"

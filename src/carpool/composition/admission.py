@@ -149,8 +149,8 @@ class Admission:
 
     def pressure(self, model: str) -> float:
         """How much comes in, as a share of what should."""
-        shedder, target = self.shedders[model], self._runtime.settings.shedding.utilization_target
-        return pressure(shedder.rates, shedder.capacity[-1], target)
+        shedder = self.shedders[model]
+        return pressure(shedder.rates, shedder.capacity[-1])
 
     def held_with(self, held: int, held_bytes: int) -> tuple[int, int]:
         """Requests and bytes that this process has, where its broker has so many."""

@@ -105,9 +105,8 @@ def token_rules(settings: Settings) -> "TokenRules":
         auth.jwt_algorithms,
         auth.jwt_issuer,
         auth.jwt_audience,
-        auth.jwt_leeway_s,
-        auth.jwt_owner_claim,
-        auth.jwt_tier_claim,
+        owner_claim=auth.jwt_owner_claim,
+        tier_claim=auth.jwt_tier_claim,
     )
 
 

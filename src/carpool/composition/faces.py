@@ -8,6 +8,7 @@ import ssl
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
+from carpool.admission.shedding import UTILIZATION_TARGET
 from carpool.composition.admission import Admission
 from carpool.composition.credentials import warn_if_open
 from carpool.composition.runtime import Runtime
@@ -203,7 +204,7 @@ class Faces:
                 for model, shedder in admission.shedders.items()
                 for direction, seconds in shedder.wait_errors.items()
             },
-            utilization_target=settings.shedding.utilization_target,
+            utilization_target=UTILIZATION_TARGET,
         )
 
 

@@ -217,9 +217,8 @@ class RedisAdmission(Admission):
         """The pressure on the whole fleet; while Redis is gone, on this process."""
         if not self.is_connected():
             return super().pressure(model)
-        view, settings = self.redis_context.registry.view, self._runtime.settings
-        rates = view.wanted(model, len(settings.tiers))
-        return pressure(rates, view.capacity_rps(model) or inf, settings.shedding.utilization_target)
+        view = self.redis_context.registry.view
+        return pressure(view.wanted(model, len(self._runtime.settings.tiers)), view.capacity_rps(model) or inf)
 
     def describe_queue(self) -> RedisGatewayNumbers:
         """What `/metrics` shows of the way through Redis."""

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 
-from carpool.admission.shedding import LoadShedder, Thresholds, TierRule
+from carpool.admission.shedding import LoadShedder, TierRule
 from carpool.core.clock import Clock
 from carpool.core.ports import QueueStats
 from carpool.core.request import Request
@@ -24,16 +24,13 @@ def make_shedders(settings: Settings, models: Iterable[str], queue_stats: FindQu
     if shedding.mode == "off":
         return {}
     rules = [TierRule(tier.target_ms / 1000, tier.wait_max_ms / 1000, tier.name) for tier in settings.tiers]
-    thresholds = None
-    if shedding.mode == "thresholds":
-        thresholds = Thresholds(shedding.depth_highest_only, shedding.depth_not_lowest, shedding.rate_share)
     return {
         model: LoadShedder(
             rules,
             stats_of_tiers(queue_stats, model, len(rules)),
             is_strict=settings.broker.order == "strict",
             min_share=settings.broker.lowest_tier_min_share,
-            thresholds=thresholds,
+            by_thresholds=shedding.mode == "thresholds",
             queue_s=queue_timeout_s(settings),
         )
         for model in models

@@ -226,7 +226,7 @@ class SheddingNumbers(Numbers, frozen=True, kw_only=True):
     pressure: Annotated[
         Counts,
         gauge(
-            "What comes in, also what is refused, by what should at most: `shedding.utilization_target` of the "
+            "What comes in, also what is refused, by what should at most: three quarters of the "
             "capacity. 1 is the target; over Redis every gateway shows that of the whole fleet.",
             "model",
         ),
@@ -243,9 +243,7 @@ class SheddingNumbers(Numbers, frozen=True, kw_only=True):
             "direction",
         ),
     ]
-    utilization_target: Annotated[
-        float, gauge("The share of the slots that should be used: `shedding.utilization_target`.")
-    ]
+    utilization_target: Annotated[float, gauge("The share of the slots that should be used.")]
 
 
 class CacheNumbers(Numbers, frozen=True, kw_only=True):

@@ -329,9 +329,6 @@ def _check_models(settings: Settings, where: Where) -> None:
         _check_probe_input(model.upstream.probe_input, at)
         with faults_at(at("deny_patterns", "input")):
             _check_patterns(model)
-        if model.batching.batch_bytes_max > (most := model.batching.in_flight_bytes_max):
-            says = f"must not be above batching.in_flight_bytes_max ({most})"
-            raise ConfigError(f"{at('batch_bytes_max', 'batching')} {says}")
         if model is shared or model.security != shared.security:
             _check_security(model.security, at)
         _check_tls_is_used(own, model.upstream.endpoints, at)

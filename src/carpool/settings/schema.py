@@ -26,6 +26,8 @@ Days = Annotated[float, Meta(gt=0, le=3650)]
 FieldName = Annotated[str, Meta(min_length=1)]
 Share = Annotated[float, Meta(gt=0, le=1)]
 BodyBytes = Annotated[int, Meta(ge=1, le=64 * MIB)]
+# As many may be at the endpoints of a model at once (`service.py`).
+BatchBytes = Annotated[int, Meta(ge=1, le=512 * MIB)]
 BatchSize = Annotated[int, Meta(ge=1, le=4096)]
 MetricMax = Annotated[float, Meta(gt=0, le=1e12)]
 LatencyRatio = Annotated[float, Meta(ge=0, le=1000)]
@@ -114,18 +116,11 @@ class BatchingSettings(Section, frozen=True):
     """When a batch is sent."""
 
     max_batch: Annotated[BatchSize, doc("most requests in one batch")] = 64
-    batch_bytes_max: Annotated[Count, doc("bytes of the inputs in one batch; a request with more is sent alone")] = (
-        32 * MIB
-    )
-    in_flight_bytes_max: Annotated[
-        Count, doc("bytes of all inputs of one model that are at its endpoints; one batch is always sent")
-    ] = 512 * MIB
+    batch_bytes_max: Annotated[
+        BatchBytes, doc("bytes of the inputs in one batch; a request with more is sent alone")
+    ] = 32 * MIB
     max_wait_ms: Annotated[float, doc("longest wait for company while a slot is free", ge=0, le=100)] = 50.0
     policy: Annotated[PolicyName, doc("how to decide between sending and waiting")] = "adaptive"
-    slots_busy_max_share: Annotated[
-        Share, doc("`adaptive`: share of the slots it may keep busy for the sake of latency")
-    ] = 0.75
-    fill_target: Annotated[Share, doc("`pid`: the fill ratio of batches to hold")] = 0.8
 
 
 class UpstreamSettings(Section, frozen=True):
@@ -396,7 +391,6 @@ class AuthSettings(Section, frozen=True):
     ] = []
     jwt_issuer: Annotated[str, doc("what `iss` must be; empty: anything")] = ""
     jwt_audience: Annotated[str, doc("what `aud` must be, or have in it; empty: anything")] = ""
-    jwt_leeway_s: Annotated[float, doc("how far clocks may differ, for `exp` and `nbf`", ge=0, le=600)] = 30.0
     jwt_owner_claim: Annotated[FieldName, doc("the claim that says whom a request counts for")] = "sub"
     jwt_tier_claim: Annotated[
         str,
@@ -443,21 +437,9 @@ class SheddingSettings(Section, frozen=True):
         Literal["predicted", "thresholds", "off"],
         doc(
             "`predicted`: who would wait longer than its tier's `wait_max_ms`, or its deadline; "
-            "`thresholds`: by depth and rate"
+            "`thresholds`: the lower tiers, by depth and rate"
         ),
     ] = "predicted"
-    utilization_target: Annotated[
-        Share, doc("share of the capacity that should be used: `carpool_pressure` is 1 there")
-    ] = 0.75
-    depth_highest_only: Annotated[
-        int, doc("`thresholds`: with more waiting only the highest tier comes in; 0: 0.35 s of capacity", ge=0)
-    ] = 0
-    depth_not_lowest: Annotated[
-        int, doc("`thresholds`: with more waiting the lowest tier does not come in; 0: 0.07 s of capacity", ge=0)
-    ] = 0
-    rate_share: Annotated[
-        Share, doc("`thresholds`: when more than this share of the capacity comes in, the lowest tier does not")
-    ] = 0.7
 
 
 class CacheSettings(Section, frozen=True):
@@ -647,7 +629,7 @@ class ModelSettings(Section, frozen=True):
     default_mode: Annotated[ModeName | None, doc("as `gateway.default_mode`, before what a tier says")] = None
     timeout_s: Annotated[Seconds | None, doc("as `upstream.timeout_s`")] = None
     max_batch: Annotated[BatchSize | None, doc("as `batching.max_batch`")] = None
-    batch_bytes_max: Annotated[Count | None, doc("as `batching.batch_bytes_max`")] = None
+    batch_bytes_max: Annotated[BatchBytes | None, doc("as `batching.batch_bytes_max`")] = None
     body_bytes_max: Annotated[BodyBytes | None, doc("as `gateway.body_bytes_max`")] = None
     cache: Annotated[bool | None, doc("as `cache.enabled`")] = None
     input_bytes_max: Annotated[Whole | None, doc("as `input.input_bytes_max`")] = None

@@ -126,11 +126,8 @@ class DemoPanel:
 
     def _grant(self, wish: PanelChange) -> None:
         if wish.policy is not UNSET:
-            batching = self._process.runtime.settings.batching
             for loop in self._loops:
-                loop.policy = make_policy(
-                    wish.policy, slots_busy_max_share=batching.slots_busy_max_share, fill_target=batching.fill_target
-                )
+                loop.policy = make_policy(wish.policy)
         if wish.kill is not UNSET:
             self._dead.add(wish.kill)
             self._gpus.tell(f"kill {wish.kill}")
