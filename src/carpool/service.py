@@ -30,7 +30,6 @@ from carpool.upstream.endpoint import AttemptFailedError, Endpoint
 from carpool.upstream.fleet import Address, Endpoints, Fleet, MakeEndpoint
 from carpool.upstream.grpc_endpoint import GrpcEndpoint
 from carpool.upstream.health import BREAKERS, STATES, HasPages, HealthWatch, LoadSource, breaker_shown, state_of
-from carpool.upstream.load import LoadLimit
 from carpool.upstream.pool import AskHealth, EndpointState, Pool
 from carpool.upstream.quarantine import Quarantine
 from carpool.upstream.same import merge_same
@@ -50,8 +49,16 @@ EndpointsOf = Callable[[Model], MakeEndpoint]
 IN_FLIGHT_BYTES_MAX = 512 * 1024 * 1024
 # Weight of the last second in the rates that are shown.
 RATE_WEIGHT = 0.5
-# The longest that an endpoint is left alone between two probes.
-BREAKER_PAUSE_S_MAX = 4.0
+# An endpoint is left alone after so many failed calls in a row (rule 8 of breaker.py: or so many that another one
+# answered): fewer would be chance, more would fail clients. For how long at first, and at most, for its recovery to be
+# noticed soon.
+BREAKER_FAILURES, BREAKER_PAUSE_S, BREAKER_PAUSE_S_MAX = 5, 1.0, 4.0
+# The upper bound of the first pause between two attempts; it doubles each time.
+BACKOFF_S = 0.05
+# An endpoint without a good call for this long is asked for its health, and again each time.
+HEALTH_INTERVAL_S = 2.0
+# The longest answer that is read: 64 results of 1 MiB.
+ANSWER_BYTES_MAX = 64 * 1024 * 1024
 # How long to wait for the page that states limits.
 INFO_TIMEOUT_S = 2.0
 QUARANTINED_SHOWN_MAX = 64
@@ -204,7 +211,7 @@ class ModelService(ModelFace):
             broker,
             timeout_s=self.timeout_s,
             attempts=upstream.attempts,
-            backoff_s=upstream.backoff_ms / 1000,
+            backoff_s=BACKOFF_S,
             model=model.name,
             dead_letters=dead_letters,
             quarantined=quarantined,
@@ -482,11 +489,11 @@ def endpoint_maker(model: Model, session: MakeSession, clock: Clock) -> MakeEndp
         if address.url.startswith("sim:"):
             return SimulatedEndpoint(address.url, parse_sim_url(address.url), clock=clock)
         if upstream.protocol == "kserve_v2_grpc":
-            return GrpcEndpoint(address.url, address.slots, upstream.answer_bytes_max, model.security, clock)
+            return GrpcEndpoint(address.url, address.slots, ANSWER_BYTES_MAX, model.security, clock)
         # Here: a process without calls over HTTP does not load aiohttp.
         from carpool.upstream.client import HttpEndpoint
 
-        return HttpEndpoint(session(), *address, upstream.answer_bytes_max, credentials, upstream.load_header)
+        return HttpEndpoint(session(), *address, ANSWER_BYTES_MAX, credentials, upstream.load_header)
 
     return make_endpoint
 
@@ -502,14 +509,10 @@ def make_fleet(
     upstream = model.upstream
 
     def make_pool(endpoints: Sequence[Endpoint], ask_health: AskHealth) -> Pool:
-        pause_s = upstream.breaker_pause_s
         return Pool(
             endpoints,
             clock,
-            eject_share_max=upstream.eject_share_max,
-            bisect_slot_share=upstream.bisect_slot_share,
-            make_breaker=lambda: Breaker(upstream.breaker_failures, pause_s, max(pause_s, BREAKER_PAUSE_S_MAX)),
-            make_load=lambda slots: LoadLimit(slots, upstream.load_latency_ratio),
+            make_breaker=lambda: Breaker(BREAKER_FAILURES, BREAKER_PAUSE_S, BREAKER_PAUSE_S_MAX),
             random_share=random_share,
             ask_health=None if health_path is None else ask_health,
         )
@@ -520,7 +523,7 @@ def make_fleet(
         return HealthWatch(
             pool,
             health_path=health_path,
-            interval_s=upstream.health_interval_s,
+            interval_s=HEALTH_INTERVAL_S,
             load_source=load_source,
             clock=clock,
             random_share=random_share,

@@ -46,7 +46,7 @@ SETTINGS: dict[str, object] = {
     "upstream.endpoints": ["http://gpu:9000/"],
     "upstream.timeout_s": NEVER_S / 2,
     "upstream.attempts": 2,
-    "upstream.backoff_ms": 1.0,
+    "carpool.service.BACKOFF_S": 0.001,
     "batching.policy": "fixed",
     "batching.max_wait_ms": 1.0,
     "gateway.port": 0,

@@ -112,7 +112,7 @@ async def test_each_protocol_is_probed_at_its_own_page_and_the_metric_sets_the_l
     tmp_path: Path, protocol: str, page: str
 ) -> None:
     settings = {
-        "upstream.health_interval_s": 0.1,
+        "carpool.service.HEALTH_INTERVAL_S": 0.1,
         "upstream.load_metrics_url": "/metrics",
         "upstream.load_metric": "te_queue_size",
         "upstream.load_metric_max": 512,

@@ -19,7 +19,7 @@ from support.redis_servers import free_port
 from support.scenarios.resilience import QUICK, Load
 from support.upstreams import ScriptedUpstream, scripted_upstream
 
-HEALTH = {"upstream.health_interval_s": 0.3}
+HEALTH = {"carpool.service.HEALTH_INTERVAL_S": 0.3}
 
 
 @contextmanager

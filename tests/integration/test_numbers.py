@@ -160,7 +160,7 @@ async def test_without_redis_a_finished_task_is_told_after_a_restart(tmp_path: P
 
 
 async def test_every_endpoint_has_a_state_and_was_heard_of(tmp_path: Path, redis_server: RedisServer) -> None:
-    settings = {"broker.namespace": tmp_path.name, "upstream.health_interval_s": 3600}
+    settings = {"broker.namespace": tmp_path.name, "carpool.service.HEALTH_INTERVAL_S": 3600}
     async with scripted_upstream() as upstream, fleet_over(tmp_path, redis_server.url, settings) as fleet:
         gateway = (await fleet.add("gateway")).process
         batchers = [(await fleet.add("batcher", "--upstream", url)).process for url in (SIM, upstream.url)]

@@ -17,7 +17,7 @@ ASYNC = JSON + "Prefer: respond-async\r\n"
 PROXY, OTHER_PROXY, CLIENT = "127.0.0.3", "127.0.0.4", "127.0.0.2"
 SETTINGS = {
     # An API that refuses everything would be left alone before long.
-    "upstream.breaker_failures": 1000,
+    "carpool.service.BREAKER_FAILURES": 1000,
     "gateway.trusted_proxies": f"{PROXY},127.0.0.4/32",
 }
 

@@ -78,7 +78,7 @@ async def test_endpoints_that_have_all_failed_are_tried_again_by_requests(
         scripted_upstream(gpu),
     ):
         gateway = (await fleet.add("gateway")).process
-        await fleet.add("batcher", "--upstream", gpu.url, settings={"upstream.breaker_pause_s": 0.3})
+        await fleet.add("batcher", "--upstream", gpu.url)
         await fleet.wait_until_ready()
         assert (await ask(gateway, "abc")).json["output"] == "cba"
         gpu.behaviour = "garbage"

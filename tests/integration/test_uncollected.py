@@ -60,7 +60,6 @@ allow_http = true
 allow_private = true
 secrets = ["whsec_MDEyMzQ1Njc4OTAxMjM0NTY3ODkwMTIz"]
 [upstream]
-backoff_ms = 0
 attempts = 2
 [models.words]
 endpoints = ["http://127.0.0.1:{words}/infer"]

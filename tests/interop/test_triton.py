@@ -233,7 +233,7 @@ async def test_health_and_the_metrics_page(triton: Triton, tmp_path: Path) -> No
             total = float(found)
     settings = triton.settings("json").replace(
         "timeout_s = 20",
-        f'timeout_s = 20\nhealth_interval_s = 0.2\nload_metrics_url = ":{triton.metrics_port}/metrics"\n'
+        f'timeout_s = 20\nload_metrics_url = ":{triton.metrics_port}/metrics"\n'
         f'load_metric = "nv_cpu_memory_total_bytes"\nload_metric_max = {total * 4}',
     )
     (tmp_path / "carpool.toml").write_text(settings)

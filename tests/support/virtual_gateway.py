@@ -64,7 +64,7 @@ class Stand:
             models={"m": ModelSettings(cache=is_cached)},
             batching=BatchingSettings(policy="fixed", max_batch=max_batch, max_wait_ms=5.0),
             broker=BrokerSettings(waiting_max=1000, lanes_max=9),
-            upstream=UpstreamSettings(endpoints=list(by_name), attempts=attempts, backoff_ms=50.0),
+            upstream=UpstreamSettings(endpoints=list(by_name), attempts=attempts),
             shedding=SheddingSettings(mode="off"),
         )
         self.runtime = Runtime(settings, self.clock, random_share, lambda model: lambda address: by_name[address.url])

@@ -574,7 +574,6 @@ class TestLoad:
             ("[upstream]\nload_header = 'X Load'", "upstream.load_header (carpool.toml) must name a header"),
             ("[upstream]\nload_metric = 'm'", "upstream.load_metric (carpool.toml) needs load_metrics_url beside it"),
             ("[upstream]\nload_metrics_url = '/m'", "load_metrics_url (carpool.toml) needs load_metric beside it"),
-            ("[upstream]\nload_latency_ratio = 0.5", "upstream.load_latency_ratio (carpool.toml) must be 0 or over 1"),
             ("[upstream]\nload_metric_max = 0", "a number above 0"),
             ("[models.a]\nload_metric = 'm'", "models.a.load_metric (carpool.toml) needs load_metrics_url beside it"),
             ("[models.a]\nload_header = ':'", "models.a.load_header (carpool.toml) must name a header"),

@@ -372,7 +372,7 @@ class TestThresholds:
 
 def test_pressure_is_1_at_the_target() -> None:
     assert pressure([10.0, 20.0, 45.0], 100.0) == pytest.approx(1.0)
-    assert pressure([10.0], inf, 0.75) == 0.0
+    assert pressure([10.0], inf) == 0.0
 
 
 @pytest.mark.parametrize("tick_s", [0.1, 0.15, 0.4])

@@ -359,8 +359,6 @@ def _check_load(upstream: UpstreamSettings, at: Where) -> None:
             f"{at('load_metrics_url')} must look like /metrics, :8002/metrics or http://host:8002/metrics, "
             f"not {shown(upstream.load_metrics_url)}"
         )
-    if 0 < upstream.load_latency_ratio <= 1:
-        raise ConfigError(f"{at('load_latency_ratio')} must be 0 or over 1")
     if bool(upstream.load_metrics_url) != bool(upstream.load_metric):
         names = ("load_metrics_url", "load_metric")
         present, absent = names if upstream.load_metrics_url else reversed(names)

@@ -30,7 +30,6 @@ BodyBytes = Annotated[int, Meta(ge=1, le=64 * MIB)]
 BatchBytes = Annotated[int, Meta(ge=1, le=512 * MIB)]
 BatchSize = Annotated[int, Meta(ge=1, le=4096)]
 MetricMax = Annotated[float, Meta(gt=0, le=1e12)]
-LatencyRatio = Annotated[float, Meta(ge=0, le=1000)]
 DatatypeName = Literal[
     "", "BOOL", "UINT8", "UINT16", "UINT32", "UINT64", "INT8", "INT16", "INT32", "INT64",
     "FP16", "BF16", "FP32", "FP64", "BYTES",
@@ -139,34 +138,6 @@ class UpstreamSettings(Section, frozen=True):
     slots: Annotated[Slots, doc("batches that one endpoint takes at once")] = 1
     timeout_s: Annotated[Seconds, doc("longest time for one attempt")] = 3.0
     attempts: Annotated[int, doc("attempts for one batch, the first included", ge=1, le=10)] = 4
-    backoff_ms: Annotated[
-        float, doc("upper bound of the first pause between attempts; doubles each time, full jitter", ge=0, le=60_000)
-    ] = 50.0
-    bisect_slot_share: Annotated[
-        Share,
-        doc(
-            "share of the slots' time that the search for bad inputs, and batches of clients that keep "
-            "sending such, may have while others wait; slots that nobody wants are free for them"
-        ),
-    ] = 0.2
-    answer_bytes_max: Annotated[Count, doc("longest answer that is read")] = 64 * MIB
-    breaker_failures: Annotated[
-        Count,
-        doc(
-            "failed calls in a row after which an endpoint is left alone for a while; or so many that another one "
-            "answered then, if that is more than four in ten"
-        ),
-    ] = 5
-    breaker_pause_s: Annotated[
-        Seconds, doc("how long, the first time; doubles with each probe that fails, up to 4 s")
-    ] = 1.0
-    eject_share_max: Annotated[
-        Share,
-        doc("share of the endpoints that may be left alone while none of the others is known to work; at least one"),
-    ] = 0.5
-    health_interval_s: Annotated[
-        Seconds, doc("an endpoint without a good call for this long is probed, and again each time")
-    ] = 2.0
     probe_input: Annotated[
         str,
         doc(
@@ -189,13 +160,6 @@ class UpstreamSettings(Section, frozen=True):
         str, doc("the metric there, such as `nv_gpu_utilization`; the largest of its series counts")
     ] = ""
     load_metric_max: Annotated[MetricMax, doc("the value of that metric that means full")] = 1.0
-    load_latency_ratio: Annotated[
-        LatencyRatio,
-        doc(
-            "without any report: calls that take this many times longer than lately mean overload, and "
-            "it gets less, at least half; 0: they do not"
-        ),
-    ] = 2.0
     tls_ca: Annotated[str, doc("PEM file with the authorities to accept for `https://`, in place of the system's")] = ""
     tls_cert: Annotated[str, doc("PEM file with the certificate chain to show to the API (mTLS)")] = ""
     tls_key: Annotated[str, doc("PEM file with the private key of `tls_cert`")] = ""
@@ -639,7 +603,6 @@ class ModelSettings(Section, frozen=True):
     load_metrics_url: Annotated[str | None, doc('as `upstream.load_metrics_url`; `""`: none', url=True)] = None
     load_metric: Annotated[str | None, doc("as `upstream.load_metric`")] = None
     load_metric_max: Annotated[MetricMax | None, doc("as `upstream.load_metric_max`")] = None
-    load_latency_ratio: Annotated[LatencyRatio | None, doc("as `upstream.load_latency_ratio`")] = None
     tls_ca: Annotated[str | None, doc('as `upstream.tls_ca`; `""`: the system\'s authorities')] = None
     tls_cert: Annotated[str | None, doc('as `upstream.tls_cert`, together with `tls_key`; `""`: none')] = None
     tls_key: Annotated[str | None, doc("as `upstream.tls_key`")] = None

@@ -3,7 +3,7 @@
 1. Additive increase, multiplicative decrease. `step` is called once a second: an endpoint that was overloaded since the
    last step gets DECREASE of what it had, at least one call; any other gets INCREASE of its slots more, at most all.
 2. Overloaded is: it reported a load over LOAD_MAX on average (by a header or a metric); or it answered 429; or, where
-   it reports nothing, most of its calls took `latency_ratio` times as long as calls of about their size did lately.
+   it reports nothing, most of its calls took LATENCY_RATIO times as long as calls of about their size did lately.
 3. Time is a hint and not a report: inputs may just have become longer. It takes away half of the slots at most, and
    after WINDOW_S to twice that, what was slow is normal.
 """
@@ -15,6 +15,8 @@ DECREASE = 0.7
 INCREASE = 0.05
 # Rule 3: how long the shortest call counts.
 WINDOW_S = 60.0
+# Rule 2. Inputs that are twice as long, or a neighbour on the same GPU, make calls that much slower now and then.
+LATENCY_RATIO = 2.0
 # Calls needed to say that they are slow, and the least excess: less may be the gateway's own delay.
 CALLS_MIN = 8
 EXCESS_S_MIN = 0.05
@@ -23,10 +25,9 @@ EXCESS_S_MIN = 0.05
 class ServiceTimes:
     """Whether calls take much longer than they did lately. A batch is compared with those of about its size."""
 
-    __slots__ = ("_before", "_calls", "_least", "_ratio", "_slow", "_window_end")
+    __slots__ = ("_before", "_calls", "_least", "_slow", "_window_end")
 
-    def __init__(self, ratio: float) -> None:
-        self._ratio = ratio
+    def __init__(self) -> None:
         # The shortest call by size (in powers of two), in this window and in the one before.
         self._least: dict[int, float] = {}
         self._before: dict[int, float] = {}
@@ -46,7 +47,7 @@ class ServiceTimes:
         this_window = self._least.get(group, inf)
         least = min(this_window, self._before.get(group, inf))
         self._calls += 1
-        self._slow += seconds > least * self._ratio and seconds > least + EXCESS_S_MIN
+        self._slow += seconds > least * LATENCY_RATIO and seconds > least + EXCESS_S_MIN
         self._least[group] = min(seconds, this_window)
 
     def verdict(self) -> bool | None:
@@ -63,11 +64,10 @@ class LoadLimit:
 
     __slots__ = ("_allowed", "_is_refusing", "_reported_sum", "_reports", "_slots", "_times", "reported_load")
 
-    def __init__(self, slots: int, latency_ratio: float = 2.0) -> None:
+    def __init__(self, slots: int) -> None:
         self._slots = slots
         self._allowed = float(slots)
-        # None: time is not looked at.
-        self._times = ServiceTimes(latency_ratio) if latency_ratio else None
+        self._times = ServiceTimes()
         # Since the last step: reports, the sum of their loads, and whether a 429 came.
         self._reports = 0
         self._reported_sum = 0.0
@@ -95,12 +95,11 @@ class LoadLimit:
 
     def answered(self, size: int, seconds: float, now: float) -> None:
         """A batch of this size was answered after so long."""
-        if self._times is not None:
-            self._times.add(size, seconds, now)
+        self._times.add(size, seconds, now)
 
     def step(self) -> int:
         """Judge what came since the last step, and return the new limit."""
-        slow = self._times.verdict() if self._times is not None and self.reported_load is None else False
+        slow = self._times.verdict() if self.reported_load is None else False
         if self._is_refusing or self._reported_sum > LOAD_MAX * self._reports:
             self._allowed = max(1.0, self._allowed * DECREASE)
         elif slow:

@@ -6,7 +6,7 @@
    offers the slot and notifies the batching loop.
 3. An endpoint whose breaker opens is offered no more. When its pause is over and its last call has ended, one slot is
    offered: the probe.
-4. Breakers may take at most `eject_share_max` of the endpoints out, at least one; and any but the last that is known to
+4. Breakers may take at most EJECT_SHARE_MAX of the endpoints out, at least one; and any but the last that is known to
    be well. If every endpoint that is left fails as well, it is the upstream that is down, and all of them open.
 5. The pool is down while no breaker is closed and no probe is offered. So requests are admitted for a moment when a
    probe is due: without a request there could be none.
@@ -43,6 +43,11 @@ WELL_S = 10.0
 DOUBT_MAX, DOUBT_LEFT, IN_DOUBT_FROM = 2.0, 0.75, 0.5
 # Lanes of which an endpoint's last answer is remembered.
 WELL_LANES_MAX = 256
+# Rule 4: while no endpoint is known to work, the calls must still go somewhere.
+EJECT_SHARE_MAX = 0.5
+# Rule 8: share of the slots' time that searches, and batches of quarantined owners, may have while others wait: a client
+# with bad inputs must not cost the others more.
+BISECT_SLOT_SHARE = 0.2
 # The event loop's timers have millisecond steps.
 TIMER_S_MIN = 0.001
 # How well an endpoint fits a wish: it failed before, it did not, or it did not and is known to be well.
@@ -192,10 +197,9 @@ class Pool:
         endpoints: Sequence[Endpoint],
         clock: Clock = monotonic,
         *,
-        eject_share_max: float = 0.5,
+        eject_share_max: float = EJECT_SHARE_MAX,
         make_breaker: Callable[[], Breaker] = Breaker,
         make_load: Callable[[int], LoadLimit] = LoadLimit,
-        bisect_slot_share: float = 0.2,
         random_share: Callable[[], float] = random.random,
         # Rule 7; None where there is no such page.
         ask_health: AskHealth | None = None,
@@ -244,7 +248,7 @@ class Pool:
         self.has_batch_limits = False
         self._ask_health = ask_health
         # Rule 8: the account, and the searches that may take a slot before batches do.
-        self.isolation = SlotShare(bisect_slot_share)
+        self.isolation = SlotShare(BISECT_SLOT_SHARE)
         self._searches: Searches = NoSearches()
 
     def __repr__(self) -> str:

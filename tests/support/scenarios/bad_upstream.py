@@ -20,9 +20,9 @@ TOTAL_TIMEOUT_S = 20.0
 # the time for all of its attempts, also on a busy machine.
 QUICK = {
     "upstream.timeout_s": 2.0,
-    "upstream.backoff_ms": 10,
+    "carpool.service.BACKOFF_S": 0.01,
     # What each fault does by itself is looked at here; resilience.py looks at what the breaker makes of many.
-    "upstream.breaker_failures": 1000,
+    "carpool.service.BREAKER_FAILURES": 1000,
     "broker.queue_timeout_s": 15.0,
     "broker.total_timeout_s": TOTAL_TIMEOUT_S,
 }

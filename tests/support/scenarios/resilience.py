@@ -20,7 +20,7 @@ POISON = "POISON"
 # A call is given up sooner than by default; a request has the time for all of its attempts, also on a busy machine.
 QUICK = {
     "upstream.timeout_s": 2.0,
-    "upstream.backoff_ms": 20,
+    "carpool.service.BACKOFF_S": 0.02,
     "broker.queue_timeout_s": 20.0,
     "broker.total_timeout_s": 40.0,
 }
