@@ -128,7 +128,7 @@ def check_tasks(load: CountedLoad, found: Counter[str], kills: Sequence[float]) 
 
 @pytest.mark.timeout(240)
 async def test_over_redis_a_kill_costs_a_second_of_the_dead(tmp_path: Path, redis_server: RedisServer) -> None:
-    settings = {"broker.namespace": tmp_path.name, "broker.lease_ms": 1500}
+    settings = {"broker.namespace": tmp_path.name}
     async with fleet_over(tmp_path, redis_server.url, settings) as fleet:
         path_of: dict[Place, Path] = {}
         for number in range(2):

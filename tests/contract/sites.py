@@ -41,6 +41,10 @@ LONG_MS = 300_000
 # Each has a key, and is of a tier. The lowest stands so much later that no pause of the machine changes the order.
 OWNERS = {"alice": "free", "bob": "free", "rich": "enterprise"}
 TARGETS_MS = {"enterprise": 50, "free": 300_000}
+SHARDS_MAX = "carpool.composition.redis_context.SHARDS_MAX"
+LANES_MAX = "carpool.composition.runtime.LANES_MAX"
+# Over Redis each shard has its part of every bound.
+ONE_SHARD: dict[str, object] = {SHARDS_MAX: 1}
 SETTINGS: dict[str, object] = {
     "model": "m",
     "upstream.endpoints": ["http://gpu:9000/"],
@@ -54,7 +58,7 @@ SETTINGS: dict[str, object] = {
     "broker.queue_timeout_s": NEVER_S,
     "broker.total_timeout_s": NEVER_S,
     "broker.redis_timeout_ms": 3000,
-    "broker.lease_ms": NEVER_MS,
+    "carpool.composition.redis_context.LEASE_MS": NEVER_MS,
     "shedding.mode": "off",
     "limits.per_minute": 0,
     "tasks.wait_ms_max": LONG_MS,

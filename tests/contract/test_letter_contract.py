@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from sites import LONG_MS, Door, Open, Site
+from sites import LONG_MS, ONE_SHARD, Door, Open, Site
 
 from support.processes import until
 
@@ -229,7 +229,7 @@ async def test_replay_of_one_cause(open_site: Open) -> None:
 
 
 async def test_what_cannot_be_replayed_stays(open_site: Open) -> None:
-    site = await work_once(await open_site(broker__shards=1, broker__waiting_max=3))
+    site = await work_once(await open_site(**ONE_SHARD, broker__waiting_max=3))
     await fail(site, "bad 1", "bad 2", "bad 3", "bad 4")
     site.gpu.is_strict = False
     site.gpu.hold()
@@ -272,7 +272,7 @@ async def test_letters_and_replayed_tasks_outlive_the_process(open_site: Open) -
 async def test_bytes_are_bounded_and_the_oldest_go(open_site: Open) -> None:
     # A journal gives them a quarter.
     bounds = {"dead_letters__bytes_max": 20_000, "tasks__stored_bytes_max": 80_000}
-    site = await work_once(await open_site(broker__shards=1, **bounds))
+    site = await work_once(await open_site(**ONE_SHARD, **bounds))
     texts = [f"bad {number}" + "x" * 4000 for number in range(8)]
     for text in texts:
         (task_id,) = await fail(site, text)

@@ -5,7 +5,7 @@ import random
 from typing import Any
 
 import pytest
-from sites import Asking, Door, Embedded, Open, Site
+from sites import LANES_MAX, ONE_SHARD, SHARDS_MAX, Asking, Door, Embedded, Open, Site
 
 from carpool.testing import UpstreamResponse, echo
 from support.client import Response
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 pytest_plugins = ("site_fixtures",)
 
 # Bounds and orders are exact inside one shard, and to be seen where one call is made after the other.
-ONE_BY_ONE = {"broker__shards": 1, "gpu_slots": 1}
+ONE_BY_ONE = ONE_SHARD | {"gpu_slots": 1}
 
 
 async def occupy(site: Site) -> Asking:
@@ -111,7 +111,8 @@ async def test_the_best_place_goes_first(open_site: Open) -> None:
 
 
 async def test_with_strict_order_the_lowest_tier_gets_its_trickle(open_site: Open) -> None:
-    strict = {"broker__order": "strict", "broker__lowest_tier_min_share": 0.25}
+    shares = {f"carpool.composition.{half}.LOWEST_TIER_SHARE": 0.25 for half in ("serving", "redis_serving")}
+    strict = {"broker.order": "strict", **shares}
     site = await open_site(batching__max_batch=4, **strict, **ONE_BY_ONE)
     busy = await occupy(site)
     owners = ["alice", "rich"] * 30
@@ -164,7 +165,7 @@ async def test_full_by_bytes(open_site: Open) -> None:
 
 
 async def test_full_by_lanes_but_the_lanes_that_are_there_go_on(open_site: Open) -> None:
-    site = await open_site(broker__lanes_max=2, **ONE_BY_ONE)
+    site = await open_site(**{LANES_MAX: 2}, **ONE_BY_ONE)
     busy = await occupy(site)
     waiting = [await site.here.begin_to_ask(parameters={"p": number}) for number in (1, 2)]
     refused = await site.here.ask(parameters={"p": 3})
@@ -252,7 +253,7 @@ async def test_a_time_of_its_own_ends_a_request_whether_it_waits_or_runs(open_si
 @pytest.mark.parametrize("seed", range(3))
 async def test_any_order_of_events(open_site: Open, seed: int) -> None:
     """Clients come, wait, leave and have little time, at both doors, and the GPU fails now and then."""
-    site = await open_site(batching__max_batch=4, broker__waiting_max=60, broker__shards=2)
+    site = await open_site(batching__max_batch=4, broker__waiting_max=60, **{SHARDS_MAX: 2})
     chance = random.Random(seed)
     for _ in range(12):
         site.gpu.then(UpstreamResponse(chance.choice((200, 503)), b"{}"), delay_s=chance.random() / 50)

@@ -12,6 +12,7 @@ import pytest
 from sites import LONG_MS, NEVER_MS, Door, Open, Site, opened
 
 from carpool.broker.redis.keys import Keys
+from carpool.composition import redis_context
 from carpool.composition.process import Process
 from carpool.settings import ConfigError
 from support.client import ask_once
@@ -19,6 +20,8 @@ from support.processes import until
 from support.redis_servers import RedisCluster, RedisServer, running_redis
 
 Fleet = dict[str, Any]
+
+REPLICAS_TIMEOUT_MS = "carpool.composition.redis_context.REPLICAS_TIMEOUT_MS"
 
 
 @pytest.fixture
@@ -121,15 +124,16 @@ async def test_one_that_drains_says_so(open_fleet: Open) -> None:
     assert await site.there.output(task_id) == "x"
 
 
-async def test_another_number_of_shards_is_not_let_in(open_fleet: Open) -> None:
+async def test_another_number_of_shards_is_not_let_in(open_fleet: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     """It would look for entries, and put some, where the others never look."""
-    site = await open_fleet(broker__shards=16)
-    with pytest.raises(ConfigError, match=r"broker\.shards is 8 here and 16 in the fleet"):
-        await site.add("batcher", broker__shards=8)
+    site = await open_fleet()
+    monkeypatch.setattr(redis_context, "SHARDS_MAX", 8)
+    with pytest.raises(ConfigError, match="has 8 shards and the fleet that uses this Redis 16"):
+        await site.add("batcher")
     await site.processes.pop().close()
     batcher, here, there = site.processes
     await until_all_see(site, {name_of(here): "ok", name_of(there): "ok"}, {name_of(batcher): "ok"})
-    await site.restart(broker__shards=8)  # now nobody is there with another number
+    await site.restart()  # now nobody is there with another number
     assert await site.there.output(await site.here.submit()) == "x"
 
 
@@ -172,7 +176,7 @@ async def test_while_redis_is_gone_nobody_is_known_to_be_there(tmp_path: Path) -
 
 async def test_on_a_cluster(redis_cluster: RedisCluster, tmp_path: Path) -> None:
     async with opened(tmp_path, redis_cluster) as open_one:
-        site = await open_one(cache__enabled=True, broker__replicas=1, broker__replicas_timeout_ms=NEVER_MS)
+        site = await open_one(cache__enabled=True, broker__replicas=1, **{REPLICAS_TIMEOUT_MS: NEVER_MS})
         batcher, here, there = site.processes
         await until_all_see(site, {name_of(here): "ok", name_of(there): "ok"}, {name_of(batcher): "ok"})
         ids = [await site.here.submit(f"task {number}") for number in range(20)]

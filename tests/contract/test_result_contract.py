@@ -4,7 +4,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from sites import Door, Open, Site
+from sites import ONE_SHARD, Door, Open, Site
 
 from support.client import Response
 from support.processes import until
@@ -155,7 +155,7 @@ async def test_results_are_kept_for_a_time(open_site: Open) -> None:
 
 
 async def test_bytes_are_bounded_and_what_was_unused_goes(open_site: Open) -> None:
-    site = await open_site(broker__shards=1, cache__enabled=True, cache__bytes_max=100_000)
+    site = await open_site(**ONE_SHARD, cache__enabled=True, cache__bytes_max=100_000)
     texts = [f"{number:03}" + "x" * 8000 for number in range(40)]
     for text in texts:
         assert not is_cached(await site.here.ask(text))

@@ -4,7 +4,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from sites import ASYNC, LONG_MS, Asking, Embedded, Open, Site, credential
+from sites import ASYNC, LANES_MAX, LONG_MS, ONE_SHARD, Asking, Embedded, Open, Site, credential
 
 from support.client import Connection
 from support.processes import until
@@ -114,7 +114,7 @@ async def test_a_poll_ends_with_what_there_is(site: Site) -> None:
 
 
 async def test_who_waits_in_the_queue_is_told_its_place(open_site: Open) -> None:
-    site = await open_site(broker__shards=1, batching__max_batch=1)
+    site = await open_site(**ONE_SHARD, batching__max_batch=1)
     await occupy(site)
     ids = [await site.here.submit(f"waits {number}") for number in range(3)]
     # What the batcher took before has gone; the last ones are still in line.
@@ -215,7 +215,7 @@ async def test_results_are_kept_for_a_time(open_site: Open) -> None:
 
 
 async def test_deleting_one_that_waits(open_site: Open) -> None:
-    site = await open_site(broker__shards=1, batching__max_batch=1)
+    site = await open_site(**ONE_SHARD, batching__max_batch=1)
     busy = await occupy(site)
     deleted, stays = await site.here.submit("deleted"), await site.here.submit("stays")
     polls = [await door.poll(deleted) for door in (site.here, site.there)]
@@ -258,7 +258,7 @@ async def test_a_result_that_comes_while_its_task_is_deleted(site: Site) -> None
 
 
 async def test_one_that_is_late_fails_and_is_not_sent(open_site: Open) -> None:
-    site = await open_site(broker__shards=1, batching__max_batch=1)
+    site = await open_site(**ONE_SHARD, batching__max_batch=1)
     busy = await occupy(site)
     late = (await site.here.offer("late", headers="X-Request-Timeout-Ms: 300\r\n")).json["task_id"]
     await until_status(site, late, "FAILED")
@@ -288,7 +288,7 @@ async def test_a_result_that_comes_too_late_changes_nothing(open_site: Open) -> 
 
 async def test_no_more_tasks_than_there_is_room_for(open_site: Open) -> None:
     """In one process they leave room for those who wait on the line."""
-    site = await open_site(broker__shards=1, broker__waiting_max=4, tasks__waiting_max=3)
+    site = await open_site(**ONE_SHARD, broker__waiting_max=4, tasks__waiting_max=3)
     site.gpu.hold()
     ids = [await site.here.submit() for _ in range(3 if isinstance(site, Embedded) else 4)]
     refused = await site.there.offer()
@@ -299,7 +299,7 @@ async def test_no_more_tasks_than_there_is_room_for(open_site: Open) -> None:
 
 
 async def test_bytes_of_inputs_are_bounded(open_site: Open) -> None:
-    site = await open_site(broker__shards=1, broker__bytes_max=10_000)
+    site = await open_site(**ONE_SHARD, broker__bytes_max=10_000)
     site.gpu.hold()
     ids = [await site.here.submit("x" * 4000) for _ in range(2)]
     assert (await site.there.offer("x" * 4000)).status == 503
@@ -310,7 +310,7 @@ async def test_bytes_of_inputs_are_bounded(open_site: Open) -> None:
 
 
 async def test_results_are_bounded_and_those_that_were_read_make_room(open_site: Open) -> None:
-    site = await open_site(broker__shards=1, tasks__stored_bytes_max=40_000)
+    site = await open_site(**ONE_SHARD, tasks__stored_bytes_max=40_000)
     read, unread = await finish_unread(site, "r" * 18_000), await finish_unread(site, "u" * 18_000)
     refused = await site.there.offer("x" * 10_000)
     assert (refused.status, refused.json["type"]) == (503, "urn:carpool:error:queue-full")
@@ -322,7 +322,7 @@ async def test_results_are_bounded_and_those_that_were_read_make_room(open_site:
 
 
 async def test_what_was_read_while_there_was_room_makes_room_later(open_site: Open) -> None:
-    site = await open_site(broker__shards=1, tasks__stored_bytes_max=40_000)
+    site = await open_site(**ONE_SHARD, tasks__stored_bytes_max=40_000)
     read = await site.here.submit("r" * 14_000)
     assert await site.there.status(read, LONG_MS) == "SUCCESS"
     unread = await finish_unread(site, "u" * 21_000)
@@ -332,7 +332,7 @@ async def test_what_was_read_while_there_was_room_makes_room_later(open_site: Op
 
 
 async def test_parameters_of_one_owner_are_bounded_and_not_anothers(open_site: Open) -> None:
-    site = await open_site(broker__shards=1, broker__lanes_max=2, batching__max_batch=1)
+    site = await open_site(**ONE_SHARD, **{LANES_MAX: 2}, batching__max_batch=1)
     await occupy(site)
     for number in range(2):
         await site.here.submit(parameters={"p": number})
@@ -347,7 +347,7 @@ async def test_parameters_of_one_owner_are_bounded_and_not_anothers(open_site: O
 
 
 async def test_what_waits_is_left_to_the_next_process(open_site: Open) -> None:
-    site = await open_site(broker__shards=1, batching__max_batch=1)
+    site = await open_site(**ONE_SHARD, batching__max_batch=1)
     done = await site.here.submit("done", client_id="me")
     await site.here.output(done)
     site.gpu.begin_anew()
@@ -374,7 +374,7 @@ async def test_what_waits_is_left_to_the_next_process(open_site: Open) -> None:
 
 
 async def test_what_was_accepted_is_kept_though_there_is_less_room(open_site: Open) -> None:
-    site = await open_site(broker__shards=1, batching__max_batch=1)
+    site = await open_site(**ONE_SHARD, batching__max_batch=1)
     await occupy(site)
     ids = [await site.here.submit(f"waits {number}") for number in range(6)]
     poll = await site.there.poll(ids[0])

@@ -17,10 +17,10 @@ from support.redis_servers import RedisCluster, RedisServer, running_redis
 
 
 @asynccontextmanager
-async def watching(url: str, memory_max: int = 0) -> AsyncIterator[MemoryWatch]:
+async def watching(url: str) -> AsyncIterator[MemoryWatch]:
     nodes = Nodes(parse_broker_url(url))
     nodes.start()
-    watch = MemoryWatch(nodes, memory_max=memory_max, interval_s=0.05)
+    watch = MemoryWatch(nodes, interval_s=0.05)
     watch.start()
     try:
         yield watch
@@ -43,12 +43,6 @@ async def test_full_and_not_full_again(tmp_path: Path) -> None:
             assert 0.8 < watch.fraction < 1.1
             await client.flushall()
             await until(lambda: not watch.is_full)
-
-
-async def test_carpools_own_limit_counts_where_redis_has_none(redis_server: RedisServer) -> None:
-    async with watching(redis_server.url, memory_max=100_000) as watch:
-        await until(lambda: watch.is_full)
-        assert watch.fraction > 1
 
 
 async def test_without_a_limit_it_is_never_full(redis_server: RedisServer) -> None:
@@ -109,7 +103,7 @@ async def test_a_primary_that_never_answered_hides_no_room() -> None:
 
 
 async def test_what_was_known_stays_while_redis_is_gone(tmp_path: Path) -> None:
-    async with running_redis(tmp_path) as server, watching(server.url, memory_max=100_000) as watch:
+    async with running_redis(tmp_path, "--maxmemory", "100kb") as server, watching(server.url) as watch:
         await until(lambda: watch.is_full)
         server.kill()
         await asyncio.sleep(0.3)
@@ -119,11 +113,24 @@ async def test_what_was_known_stays_while_redis_is_gone(tmp_path: Path) -> None:
         await until(lambda: watch.used_bytes != used)
 
 
+@asynccontextmanager
+async def limited_memory(nodes: list[RedisServer], limit: int) -> AsyncIterator[None]:
+    """So much for each of them; other tests use them later."""
+    for most in (limit, 0):
+        for node in nodes:
+            async with node.client() as client:
+                await client.config_set("maxmemory", most)
+        if most:
+            yield
+
+
 async def test_every_primary_of_a_cluster_counts(redis_cluster: RedisCluster) -> None:
     primaries = [node for node in redis_cluster.nodes if (await node.facts("replication"))["role"] == "master"]
-    async with watching(redis_cluster.url, memory_max=100_000) as watch:
+    fullest = max([int((await node.facts("memory"))["used_memory"]) for node in primaries])
+    async with watching(redis_cluster.url) as watch, limited_memory(primaries, 20 * fullest):
         least = sum([int((await node.facts("memory"))["used_memory"]) for node in primaries]) * 0.8
-        await until(lambda: watch.is_full and watch.used_bytes > least)
+        await until(lambda: watch.limit_bytes == 20 * fullest * len(primaries) and watch.used_bytes > least)
+        assert 0 < watch.fraction < 0.8
 
 
 @pytest.mark.parametrize(

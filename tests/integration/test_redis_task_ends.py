@@ -233,7 +233,10 @@ async def test_a_submission_whose_reply_was_lost_leaves_nothing(place: Place, mo
 @pytest.mark.timeout(120)
 async def test_refused_tasks_of_processes_have_no_row_and_no_webhook(tmp_path: Path) -> None:
     """Of 60 that were refused all were run, billed and told."""
-    path, given = tmp_path / "tracking.db", {"broker.replicas": 1, "broker.replicas_timeout_ms": 300}
+    path, given = (
+        tmp_path / "tracking.db",
+        {"broker.replicas": 1},
+    )
     async with running_redis(tmp_path / "redis") as redis, receiver() as hooks:
         settings = allowing(hooks) | given | {"tracking.store": "sqlite", "tracking.path": str(path)}
         flags = ("--broker", redis.url, "--upstream", SIM)

@@ -73,7 +73,8 @@ async def test_two_processes_on_one_port(tmp_path: Path, redis_server: RedisServ
 async def refused_for_its_shards(directory: Path, server: RedisServer, *command: str) -> str:
     """The last line of a process that has another number of shards than the fleet."""
     own = {"CARPOOL_BROKER_URL": server.url, "CARPOOL_BROKER_NAMESPACE": directory.name}
-    run = partial(carpool, *command, "--port", "0", cwd=directory, CARPOOL_BROKER_SHARDS="8", **own)
+    constants = {"carpool.composition.redis_context.SHARDS_MAX": 8}
+    run = partial(carpool, *command, "--port", "0", cwd=directory, constants=constants, **own)
     done = await asyncio.to_thread(run)
     assert done.returncode == 2, command
     return done.stderr.splitlines()[-1]
@@ -91,7 +92,7 @@ async def test_another_number_of_shards_than_the_fleets_is_refused(tmp_path: Pat
             await submit(gateway, number)
         for command in (("batcher", "--upstream", SIM), ("gateway",), ("serve", "--upstream", SIM)):
             said = await refused_for_its_shards(tmp_path, redis_server, *command)
-            assert "broker.shards is 8 here and 16 in the fleet" in said
+            assert "has 8 shards and the fleet that uses this Redis 16" in said
     async with redis.asyncio.from_url(redis_server.url) as client:
         streams = [stream async for stream in client.scan_iter(match=f"{tmp_path.name}:*:q:*")]
         assert sum([await client.xlen(stream) for stream in streams]) == 64

@@ -30,6 +30,7 @@ from typing import Any, NoReturn
 # In `tests/integration`. Where memory and times are measured (`make chaos`), each process starts from nothing.
 IS_ON = False
 _MESSAGE_BYTES_MAX = 1 << 20
+NO_CONSTANTS: Mapping[str, object] = MappingProxyType({})
 # What the C library and Python look at once, when a process starts: with others than ours, it starts from nothing.
 _READ_AT_START = ("MALLOC_", "PYTHON", "LD_")
 
@@ -121,7 +122,7 @@ def start_carpool(
     stderr: int,
     env: Mapping[str, str],
     cwd: Path | None = None,
-    constants: Mapping[str, object] = MappingProxyType({}),
+    constants: Mapping[str, object] = NO_CONSTANTS,
 ) -> Started:
     """`carpool ARGUMENTS` with exactly this environment and these constants; it writes to these open files."""
     if not IS_ON or any(env[name] != os.environ.get(name) for name in env if name.startswith(_READ_AT_START)):

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from support.client import Response, ask_once, inference_body
-from support.forks import Started, constants_in, settings_in, start_carpool
+from support.forks import NO_CONSTANTS, Started, constants_in, settings_in, start_carpool
 
 # How long a test waits for what must come: it is over by then only if something hangs. How quick something is, no test
 # here says: that depends on what else the machine has to do.
@@ -233,18 +233,24 @@ def variable(key: str) -> str:
     return "CARPOOL_" + key.upper().replace(".", "_")
 
 
-def carpool(*arguments: str, cwd: Path | None = None, **environment: str) -> "subprocess.CompletedProcess[str]":
+def carpool(
+    *arguments: str, cwd: Path | None = None, constants: Mapping[str, object] = NO_CONSTANTS, **environment: str
+) -> "subprocess.CompletedProcess[str]":
     """Run a command of `carpool` to its end, in a wide terminal."""
-    return carpool_for(PATIENCE_S, arguments, cwd, environment)
+    return carpool_for(PATIENCE_S, arguments, cwd, environment, constants)
 
 
 def carpool_for(
-    seconds: float, arguments: Sequence[str], cwd: Path | None = None, environment: Mapping[str, str] | None = None
+    seconds: float,
+    arguments: Sequence[str],
+    cwd: Path | None = None,
+    environment: Mapping[str, str] | None = None,
+    constants: Mapping[str, object] = NO_CONSTANTS,
 ) -> "subprocess.CompletedProcess[str]":
     """The same for a command that may take so long."""
     wanted = CLEAN_ENVIRONMENT | {"COLUMNS": "200"} | dict(environment or {})
     with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
-        process = start_carpool(arguments, stdout.fileno(), stderr.fileno(), wanted, cwd)
+        process = start_carpool(arguments, stdout.fileno(), stderr.fileno(), wanted, cwd, constants)
         try:
             status = process.wait(seconds)
         finally:

@@ -63,7 +63,7 @@ class Stand:
             model="m",
             models={"m": ModelSettings(cache=is_cached)},
             batching=BatchingSettings(policy="fixed", max_batch=max_batch, max_wait_ms=5.0),
-            broker=BrokerSettings(waiting_max=1000, lanes_max=9),
+            broker=BrokerSettings(waiting_max=1000),
             upstream=UpstreamSettings(endpoints=list(by_name), attempts=attempts),
             shedding=SheddingSettings(mode="off"),
         )

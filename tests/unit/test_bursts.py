@@ -24,7 +24,7 @@ USUAL_S = 2 * CALL_S + 0.02
 SETTINGS = Settings(
     model="m",
     batching=BatchingSettings(policy="fixed", max_batch=BATCH, max_wait_ms=5.0),
-    broker=BrokerSettings(queue_timeout_s=QUEUE_S, lanes_max=64),
+    broker=BrokerSettings(queue_timeout_s=QUEUE_S),
     upstream=UpstreamSettings(endpoints=["http://gpu/"], slots=1),
 )
 

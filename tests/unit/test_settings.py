@@ -621,9 +621,9 @@ class TestBroker:
             ("url = 'redis://h'\ntls_ca = 'password'", "broker.url (carpool.toml) cannot be used: there are files for"),
             ("namespace = 'a{b}'", "broker.namespace (carpool.toml) must be 1 to 128 letters"),
             ("namespace = ''", "broker.namespace (carpool.toml) must be 1 to 128 letters"),
-            ("shards = 17", "broker.shards (carpool.toml) must be a whole number from 1 to 16, not 17"),
-            ("lease_ms = 50", "broker.lease_ms (carpool.toml) must be a whole number from 100"),
-            ("memory_max = -1", "broker.memory_max (carpool.toml) must be a whole number of at least 0"),
+            ("replicas = 17", "broker.replicas (carpool.toml) must be a whole number from 0 to 16, not 17"),
+            ("redis_timeout_ms = 5", "broker.redis_timeout_ms (carpool.toml) must be a whole number from 10"),
+            ("shards = 8", "broker.shards (carpool.toml) is not a known key"),
         ],
     )
     def test_what_cannot_be_used(self, toml: str, text: str) -> None:

@@ -10,6 +10,8 @@ share holds over time. What they get while no other request waits is free.
 
 # The most credit that is saved up.
 DUE_MAX = 1024.0
+# What the lowest tier gets of what is served, with strict order: enough to go on, too little for the others to miss.
+LOWEST_TIER_SHARE = 0.05
 # What synchronous requests get of what is served, however many tasks are old enough to go first.
 SYNCHRONOUS_SHARE = 0.9
 

@@ -122,13 +122,8 @@ async def _examine_redis(settings: Settings, *, mend: bool) -> "list[Finding]":
     from carpool.tools.doctor_checks import Wants
 
     broker = settings.broker
-    wants = Wants(
-        replicas=broker.replicas,
-        memory_max=broker.memory_max,
-        lease_ms=broker.lease_ms,
-        persistence=broker.persistence,
-    )
-    keys = Keys(broker.namespace, broker.shards)
+    wants = Wants(replicas=broker.replicas, persistence=broker.persistence)
+    keys = Keys(broker.namespace)
     return await Doctor(broker_address(broker), keys, wants).examine(mend=mend)
 
 

@@ -216,7 +216,7 @@ def _store(settings: Settings) -> KeyStore:
         from carpool.broker.redis.keys import Keys
 
         at = settings.broker
-        return RedisKeyStore(broker_address(at), Keys(at.namespace, at.shards), at.redis_timeout_ms / 1000)
+        return RedisKeyStore(broker_address(at), Keys(at.namespace), at.redis_timeout_ms / 1000)
     from carpool.admission.key_file import FILE_NAME, KeyFile
 
     return KeyFile(Path(settings.tasks.data_dir) / FILE_NAME)

@@ -130,7 +130,7 @@ class RedisAdmission(Admission):
             line_offsets_ms=redis_context.line_offsets_ms,
             waiting_max=broker.waiting_max,
             bytes_max=broker.bytes_max,
-            lanes_max=broker.lanes_max,
+            lanes_max=runtime.lanes_max,
             models=list(runtime.models),
             local=own.broker if own.services else None,
             is_memory_full=lambda: redis_context.memory.is_full,

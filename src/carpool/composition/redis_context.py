@@ -29,8 +29,9 @@ from carpool.broker.redis.gateway.task_intake import TaskIntake
 from carpool.broker.redis.gateway.task_removals import TaskRemovals
 from carpool.broker.redis.gateway.tasks import RedisTasks
 from carpool.broker.redis.gateway.webhooks import RedisOutbox
-from carpool.broker.redis.keys import Keys, line_name
+from carpool.broker.redis.keys import SHARDS_MAX, Keys, line_name
 from carpool.broker.redis.redis_ops import EndedTask, RedisOps
+from carpool.broker.redis.types import LEASE_MS
 from carpool.composition.runtime import Runtime
 from carpool.composition.serving import Serving
 from carpool.composition.shedding import queue_timeout_s
@@ -49,6 +50,8 @@ logger = logging.getLogger("carpool")
 STRICT_STEP_MS = 10**13
 # So many tasks of the largest size have room in a shard.
 LARGEST_TASKS_A_SHARD = 4
+# How long to wait for the replicas that must have a task: they are near, or `WAIT` would slow every task down.
+REPLICAS_TIMEOUT_MS = 200
 # Dead letters kept in each shard.
 LETTERS_A_SHARD_MAX = 10_000
 REFRESH_S = 1.0
@@ -73,20 +76,21 @@ class RedisContext:
         self.counted: PendingRequests | MemoryBroker
         self.faces = {name: ModelFace(model) for name, model in runtime.models.items()}
         self.line_offsets_ms = line_offsets_ms(settings)
-        self.keys = Keys(broker.namespace, broker.shards)
+        self.lease_ms = LEASE_MS
+        self.keys = Keys(broker.namespace, SHARDS_MAX)
         # Where Redis must not write to a disk.
         self.disks = PersistenceWatch(Inspection(broker_address(broker), self.keys))
         self._all_nodes: list[Nodes] = []
         self.nodes = self._make_nodes()
-        self.memory = MemoryWatch(self.nodes, memory_max=broker.memory_max)
+        self.memory = MemoryWatch(self.nodes)
         self.depth = DepthWatch(self.nodes, self.keys, list(self.line_offsets_ms))
         self.steps = RedisOps(self.nodes, self.keys)
         self.letter_bounds = LetterBounds(
             letters_max=LETTERS_A_SHARD_MAX,
-            bytes_max=-(-settings.dead_letters.bytes_max // broker.shards),
+            bytes_max=-(-settings.dead_letters.bytes_max // SHARDS_MAX),
             ttl_ms=round(settings.tasks.dead_letter_ttl_s * 1000),
             is_memory_short=lambda: self.memory.is_short,
-            memory_bytes_max=lambda: self.memory.letter_bytes_max(broker.shards),
+            memory_bytes_max=lambda: self.memory.letter_bytes_max(len(self.keys.shards)),
             clock=runtime.clock,
         )
         self.dead_letters = RedisDeadLetterBox(
@@ -94,7 +98,7 @@ class RedisContext:
         )
         self.tasks = self._make_tasks()
         self.outbox = RedisOutbox(self.steps, self.depth.webhooks, self.depth.shards_with_webhooks)
-        self.states = RequestStates(self.steps, self.name, lease_ms=broker.lease_ms, others=self._other_gateways)
+        self.states = RequestStates(self.steps, self.name, lease_ms=self.lease_ms, others=self._other_gateways)
         self.desk = RedisDeadLetterDesk(
             self.steps,
             self.tasks,
@@ -262,14 +266,14 @@ class RedisContext:
             self.steps,
             removals,
             line_offsets_ms=self.line_offsets_ms,
-            held_max=-(-broker.waiting_max // broker.shards),
+            held_max=-(-broker.waiting_max // SHARDS_MAX),
             input_bytes_max=-(-broker.bytes_max // shards),
             stored_bytes_max=-(-settings.tasks.stored_bytes_max // shards),
-            lanes_max=broker.lanes_max,
+            lanes_max=self.runtime.lanes_max,
             shards_used=shards,
             replicas=broker.replicas,
-            replicas_timeout_ms=broker.replicas_timeout_ms,
-            durable_nodes=self._make_nodes(broker.replicas_timeout_ms) if broker.replicas else None,
+            replicas_timeout_ms=REPLICAS_TIMEOUT_MS,
+            durable_nodes=self._make_nodes(REPLICAS_TIMEOUT_MS) if broker.replicas else None,
             is_memory_full=lambda: self.memory.is_full,
             are_webhooks_full=lambda: self.depth.webhooks()[1] >= settings.webhooks.bytes_max,
             result_ttl_ms=result_ttl_ms,
@@ -334,7 +338,7 @@ def task_shards(settings: Settings) -> int:
     """How many shards take tasks: so few that the part of each has room for some of the largest."""
     largest = max(model.body_bytes_max for model in models_of(settings).values())
     bytes_max = min(settings.broker.bytes_max, settings.tasks.stored_bytes_max)
-    return min(max(bytes_max // (LARGEST_TASKS_A_SHARD * largest), 1), settings.broker.shards)
+    return min(max(bytes_max // (LARGEST_TASKS_A_SHARD * largest), 1), SHARDS_MAX)
 
 
 def line_offsets_ms(settings: Settings) -> dict[bytes, int]:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 from carpool.broker.broker_ports import BatcherSide
+from carpool.broker.min_share import LOWEST_TIER_SHARE
 from carpool.broker.redis.batcher.consumer import Consumer
 from carpool.broker.redis.batcher.elsewhere import BatchersElsewhere
 from carpool.broker.redis.batcher.replies import ReplyWriter
@@ -89,10 +90,9 @@ class RedisServing(Serving):
             line_offsets_ms=redis_context.line_offsets_ms,
             late_ms=late_ms(settings),
             strict_order=settings.broker.order == "strict",
-            min_share=settings.broker.lowest_tier_min_share if settings.broker.order == "strict" else 0.0,
+            min_share=LOWEST_TIER_SHARE if settings.broker.order == "strict" else 0.0,
             tier_target_s=runtime.tier_target_s,
-            lease_ms=settings.broker.lease_ms,
-            deliveries_max=settings.broker.deliveries_max,
+            lease_ms=redis_context.lease_ms,
             letter_bounds=redis_context.letter_bounds,
             is_let_in=lambda: redis_context.registry.is_in,
             clock=runtime.clock,

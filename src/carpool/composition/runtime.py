@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 Value = TypeVar("Value")
 
+# Distinct model and parameter sets that may wait at once, shared among owners: each is looked at when a slot is free.
+LANES_MAX = 1024
+
 
 class Runtime:
     """Settings, clock and events of a process; timers and background work that end with it."""
@@ -44,6 +47,7 @@ class Runtime:
         self.models = models_of(settings)
         # What each tier adds to the time of a request for its place in the order.
         self.tier_target_s = tuple(tier.target_ms / 1000 for tier in settings.tiers)
+        self.lanes_max = LANES_MAX
         self.clock = clock
         self.random_share = random_share
         self.known_callers = known_callers

@@ -8,6 +8,7 @@ from msgspec import UNSET
 from msgspec.structs import replace
 
 from carpool.broker.memory import MemoryBroker
+from carpool.broker.min_share import LOWEST_TIER_SHARE
 from carpool.composition.runtime import Runtime
 from carpool.core.ports import DeadLetters, FetchedQueue, OtherBatchers
 from carpool.core.request import Request
@@ -27,10 +28,10 @@ def make_broker(runtime: Runtime) -> MemoryBroker:
     return MemoryBroker(
         waiting_max=settings.broker.waiting_max,
         bytes_max=settings.broker.bytes_max,
-        lanes_max=settings.broker.lanes_max,
+        lanes_max=runtime.lanes_max,
         tiers=len(settings.tiers),
         strict_order=settings.broker.order == "strict",
-        min_share=settings.broker.lowest_tier_min_share,
+        min_share=LOWEST_TIER_SHARE,
         task_patience_s=settings.tasks.delay_ms / 1000,
         quarantined=runtime.quarantined.riders,
         seconds=runtime.seconds,

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 
 from carpool.admission.shedding import LoadShedder, TierRule
+from carpool.broker.min_share import LOWEST_TIER_SHARE
 from carpool.core.clock import Clock
 from carpool.core.ports import QueueStats
 from carpool.core.request import Request
@@ -29,7 +30,7 @@ def make_shedders(settings: Settings, models: Iterable[str], queue_stats: FindQu
             rules,
             stats_of_tiers(queue_stats, model, len(rules)),
             is_strict=settings.broker.order == "strict",
-            min_share=settings.broker.lowest_tier_min_share,
+            min_share=LOWEST_TIER_SHARE,
             by_thresholds=shedding.mode == "thresholds",
             queue_s=queue_timeout_s(settings),
         )

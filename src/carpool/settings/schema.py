@@ -225,34 +225,13 @@ class BrokerSettings(Section, frozen=True):
     namespace: Annotated[
         str, doc("what every key in Redis begins with; the same for all gateways and batchers of a fleet")
     ] = "carpool"
-    shards: Annotated[
-        int, doc("parts of the queue in Redis, spread over a Cluster; the same for the whole fleet", ge=1, le=16)
-    ] = 16
-    lease_ms: Annotated[
-        int,
-        doc(
-            "what a batcher took from Redis is free for others once it was silent for this long; "
-            "it renews its leases every third of this",
-            ge=100,
-            le=600_000,
-        ),
-    ] = 1500
     redis_timeout_ms: Annotated[
         int, doc("Redis counts as gone when commands wait and it answers nothing for this long", ge=10, le=60_000)
     ] = 500
     replicas: Annotated[
-        int, doc("replicas of Redis that must have a task before its 202 (`WAIT`); 503 if they do not", ge=0, le=16)
-    ] = 0
-    replicas_timeout_ms: Annotated[int, doc("how long to wait for these replicas", ge=1, le=60_000)] = 200
-    deliveries_max: Annotated[
         int,
-        doc(
-            "a request that was with so many batchers that died is given up; before, it rides with fewer "
-            "others each time, the last two times alone",
-            ge=2,
-            le=100,
-        ),
-    ] = 6
+        doc("replicas of Redis that must have a task before its 202 (`WAIT`); 503 if they do not", ge=0, le=16),
+    ] = 0
     persistence: Annotated[
         Literal["allowed", "forbidden"],
         doc(
@@ -260,19 +239,8 @@ class BrokerSettings(Section, frozen=True):
             "for replicas), for payloads that must never be on one; a process that runs says so loudly"
         ),
     ] = "allowed"
-    memory_max: Annotated[
-        int,
-        doc(
-            "bytes that each node of Redis may use where it has no `maxmemory` of its own; above 80 % of "
-            "either, new requests get 429; 0: no limit",
-            ge=0,
-        ),
-    ] = 0
     waiting_max: Annotated[Count, doc("requests that may wait or run at once (503)")] = 100_000
     bytes_max: Annotated[Count, doc("bytes of their inputs, together (503)")] = 512 * MIB
-    lanes_max: Annotated[
-        Count, doc("distinct model and parameter sets that may wait at once, shared among owners (503)")
-    ] = 1024
     queue_timeout_s: Annotated[Seconds, doc("a synchronous request waits this long for a slot (504)")] = 2.0
     total_timeout_s: Annotated[
         Seconds | None,
@@ -283,11 +251,8 @@ class BrokerSettings(Section, frozen=True):
     ] = None
     order: Annotated[
         Literal["deadline", "strict"],
-        doc("`deadline`: arrival + the tier's target; `strict`: higher tiers first, but for `lowest_tier_min_share`"),
+        doc("`deadline`: arrival + the tier's target; `strict`: higher tiers first, but the lowest gets a twentieth"),
     ] = "deadline"
-    lowest_tier_min_share: Annotated[
-        float, doc("`strict`: share of what is served that the lowest tier gets all the same", ge=0, le=0.5)
-    ] = 0.05
 
 
 class TaskSettings(Section, frozen=True):

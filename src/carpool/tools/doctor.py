@@ -123,7 +123,7 @@ class Doctor:
             check_fleet(view),
             check_waiting(shards, view),
             check_counts(shards),
-            check_groups(shards, view, self._wants.lease_ms),
+            check_groups(shards, view),
             check_unlisted(unlisted),
             check_reply_streams(found.replies, view),
             check_letters(shards),

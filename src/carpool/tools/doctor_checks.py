@@ -14,6 +14,7 @@ from carpool.broker.redis.fleet.persistence import check_no_disk, is_replica
 from carpool.broker.redis.fleet.servers import NodeFacts
 from carpool.broker.redis.fleet.view import FleetView
 from carpool.broker.redis.keys import GROUP
+from carpool.broker.redis.types import LEASE_MS
 from carpool.core.finding import Finding, Level
 
 LEVELS: tuple[Level, ...] = ("ok", "warning", "problem")
@@ -31,8 +32,6 @@ class Wants(msgspec.Struct, frozen=True):
     """The settings of Carpool that a deployment must match."""
 
     replicas: int = 0
-    memory_max: int = 0
-    lease_ms: int = 1500
     persistence: Literal["allowed", "forbidden"] = "allowed"
 
 
@@ -98,7 +97,7 @@ def node_findings(node: NodeFacts, wants: Wants, *, is_replicated: bool) -> list
         if wants.persistence == "forbidden"
         else check_persistence(node.info, node.config),
         check_policy(node.info),
-        check_memory(node.info, wants.memory_max),
+        check_memory(node.info),
         check_replicas(node.info, node.config, wants.replicas, is_replicated=is_replicated),
         check_clock(node.clock_ahead_s),
     ]
@@ -174,12 +173,11 @@ def check_policy(info: Mapping[str, str]) -> Finding:
     return Finding("eviction", "problem", says, do)
 
 
-def check_memory(info: Mapping[str, str], memory_max: int) -> Finding:
+def check_memory(info: Mapping[str, str]) -> Finding:
     """How much of its memory is in use."""
-    used, own = _number(info, "used_memory"), _number(info, "maxmemory")
-    limit = own or memory_max
+    used, limit = _number(info, "used_memory"), _number(info, "maxmemory")
     if not limit:
-        do = "CONFIG SET maxmemory to what the machine can spare (and redis.conf), or set broker.memory_max"
+        do = "CONFIG SET maxmemory to what the machine can spare, and the same in redis.conf"
         return Finding("memory", "warning", f"{_size(used)} in use, and nothing limits it", do)
     share = used / limit
     says = f"{_size(used)} of {_size(limit)} in use ({share:.0%})"
@@ -289,7 +287,7 @@ def check_counts(shards: Sequence[ShardFacts]) -> Finding:
     )
 
 
-def check_groups(shards: Sequence[ShardFacts], view: FleetView, lease_ms: int) -> Finding:
+def check_groups(shards: Sequence[ShardFacts], view: FleetView) -> Finding:
     """Whether every stream is read by the group of batchers, and no entry is stuck at a batcher that is gone."""
     group = GROUP.decode()
     without = [stream.name for stream in _streams(shards) if stream.pending is None and stream.length]
@@ -301,7 +299,7 @@ def check_groups(shards: Sequence[ShardFacts], view: FleetView, lease_ms: int) -
         pending
         for stream in _streams(shards)
         for name, pending, idle_ms in stream.consumers
-        if name not in live and idle_ms > lease_ms + CLAIM_SPARE_MS
+        if name not in live and idle_ms > LEASE_MS + CLAIM_SPARE_MS
     )
     if stuck:
         says = f"{_counted(stuck, 'request')} of batchers that are gone, not claimed by others though the lease is over"

@@ -45,7 +45,7 @@ DOUBT_MAX, DOUBT_LEFT, IN_DOUBT_FROM = 2.0, 0.75, 0.5
 WELL_LANES_MAX = 256
 # Rule 4: while no endpoint is known to work, the calls must still go somewhere.
 EJECT_SHARE_MAX = 0.5
-# Rule 8: share of the slots' time that searches, and batches of quarantined owners, may have while others wait: a client
+# Rule 8: share of the slots' time that searches and batches of quarantined owners may have while others wait. A client
 # with bad inputs must not cost the others more.
 BISECT_SLOT_SHARE = 0.2
 # The event loop's timers have millisecond steps.

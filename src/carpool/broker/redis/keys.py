@@ -43,6 +43,8 @@ import msgspec
 from redis.crc import REDIS_CLUSTER_HASH_SLOTS as SLOTS
 from redis.crc import key_slot
 
+# Parts of the queue, spread over a Cluster: more than it has primaries in use, few enough to look at each. Task ids end
+# with the number of theirs in hex, and all processes of a fleet must agree.
 SHARDS_MAX = 16
 GROUP = b"batchers"
 

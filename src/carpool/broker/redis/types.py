@@ -11,6 +11,9 @@ StreamEntry = Sequence[Any]
 NONE, WITH_COMPANY, ANY = 0, 1, 2
 # Which entries that were given back a claim leaves to others.
 NOTHING, OWN, FINAL = 0, 1, 2
+# What a batcher took is free for others once it was silent for this long; it renews its leases every third of this.
+# Shorter is sooner, but a batcher that pauses for longer does work twice.
+LEASE_MS = 1500
 # When a gateway deletes an entry: no batcher has it; no client waits for it; no batcher has it, or had it before.
 NOT_HELD, LEFT, NOT_TAKEN = 0, 1, 2
 

@@ -58,7 +58,18 @@ from carpool.broker.redis.client.node import Reader
 from carpool.broker.redis.dead_letters.bounds import LetterBounds
 from carpool.broker.redis.keys import Shard, lane_name, tier_of
 from carpool.broker.redis.redis_ops import Done, RedisOps
-from carpool.broker.redis.types import FINAL, NONE, OWN, Budget, Claim, Head, StreamEntries, StreamEntry, Taken
+from carpool.broker.redis.types import (
+    FINAL,
+    LEASE_MS,
+    NONE,
+    OWN,
+    Budget,
+    Claim,
+    Head,
+    StreamEntries,
+    StreamEntry,
+    Taken,
+)
 from carpool.core.clock import Clock, monotonic
 from carpool.core.defaults import yes
 from carpool.core.errors import GivenBack, UpstreamDown
@@ -116,7 +127,7 @@ class Consumer:
         min_share: float = 0.0,
         # What each tier adds to the time of a request for its place in the local order, in seconds.
         tier_target_s: Sequence[float],
-        lease_ms: int = 1500,
+        lease_ms: int = LEASE_MS,
         deliveries_max: int = DELIVERIES_MAX,
         letter_bounds: LetterBounds,
         # Whether the fleet has let this process in. Before that nothing is known of the others.

@@ -19,10 +19,8 @@ LETTERS_OWN_SHARE_MAX = 0.5
 class MemoryWatch:
     """Looks at the memory of every primary from time to time."""
 
-    def __init__(self, nodes: Nodes, *, memory_max: int = 0, share: float = SHARE_MAX, interval_s: float = 0.5) -> None:
+    def __init__(self, nodes: Nodes, *, share: float = SHARE_MAX, interval_s: float = 0.5) -> None:
         self._nodes = nodes
-        # Counts where the server has no limit of its own; 0: there is none.
-        self._memory_max = memory_max
         self._share = share
         self._every = Every(interval_s, self._look)
         # Of the fullest primary: used memory by what it may use; 0.0 where nothing limits it.
@@ -73,8 +71,7 @@ class MemoryWatch:
         self._missing -= 1
         facts = memory_facts(reply) if isinstance(reply, bytes) else None
         if facts is not None:
-            used, limit = facts
-            self._facts[slot] = (used, limit or self._memory_max)
+            self._facts[slot] = facts
         if self._missing or not self._facts:
             return
         # A primary that does not answer is as full as it was; so is one that was replaced, until its successor answers.

@@ -3,7 +3,7 @@
 One script call writes this process's heartbeat, forgets those long silent and returns the others. Redis's clock stamps
 them, so a process that hangs, or whose machine is cut off, is offline for all others once its stamp is old.
 
-A process whose `broker.shards` differs from that of the others is not let in.
+A process that cuts the queue into another number of shards than the others (another version of Carpool) is not let in.
 """
 
 import logging
@@ -142,8 +142,8 @@ class Registry:
         if not self.refusal:
             own = len(self._keys.shards)
             self.refusal = (
-                f"broker.shards is {own} here and {shards} in the fleet that uses this Redis: set it to {shards}, or "
-                f"change it everywhere while nothing waits and no other process runs; see docs/redis.md"
+                f"this version has {own} shards and the fleet that uses this Redis {shards}: "
+                "start the version that the fleet has, or use another broker.namespace"
             )
             logger.error("this process is not let into the fleet: %s", self.refusal)
 
