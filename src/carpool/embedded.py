@@ -25,9 +25,13 @@ from carpool.core.defaults import do_nothing
 from carpool.core.outcome import Output
 from carpool.core.ports import SameKey
 from carpool.core.snapshot import FleetState, Health, JournalNumbers, OutcomeNumbers, Snapshot, problem_of
+from carpool.core.webhook import WEBHOOK_BYTES_MAX
 from carpool.face.http.admin import FoundRequest
 
 logger = logging.getLogger("carpool")
+
+# Of the places that there are for requests, tasks have this share: they leave room for those who wait on the line.
+TASKS_SHARE = 0.5
 
 
 class EmbeddedProcess(Process):
@@ -46,7 +50,7 @@ class EmbeddedProcess(Process):
             result_ttl_s=tasks.result_ttl_s,
             dead_letter_ttl_s=tasks.dead_letter_ttl_s,
             stored_bytes_max=tasks.stored_bytes_max,
-            webhook_bytes_max=runtime.settings.webhooks.bytes_max,
+            webhook_bytes_max=WEBHOOK_BYTES_MAX,
             clock=runtime.clock,
         )
         runtime.opened.push_async_callback(self.journal.close)
@@ -108,12 +112,11 @@ class EmbeddedProcess(Process):
         logger.info("serving on %s:%d, admin on %s:%d", *where, extra={"fields": facts})
 
     def _make_tasks(self, serving: Serving) -> Tasks:
-        tasks = self.runtime.settings.tasks
         self.tasks = Tasks(
             serving.broker,
             self.journal,
             prepare=serving.prepare,
-            waiting_max=tasks.waiting_max,
+            waiting_max=max(1, int(TASKS_SHARE * self.runtime.settings.broker.waiting_max)),
             capacity_rps=serving.capacity_rps,
             keep_result=self._keep_result,
             webhook_is_due=do_nothing if self.webhooks is None else self.webhooks.notify,

@@ -43,6 +43,7 @@ OWNERS = {"alice": "free", "bob": "free", "rich": "enterprise"}
 TARGETS_MS = {"enterprise": 50, "free": 300_000}
 SHARDS_MAX = "carpool.composition.redis_context.SHARDS_MAX"
 LANES_MAX = "carpool.composition.runtime.LANES_MAX"
+TASKS_SHARE = "carpool.embedded.TASKS_SHARE"
 # Over Redis each shard has its part of every bound.
 ONE_SHARD: dict[str, object] = {SHARDS_MAX: 1}
 SETTINGS: dict[str, object] = {
@@ -61,7 +62,8 @@ SETTINGS: dict[str, object] = {
     "carpool.composition.redis_context.LEASE_MS": NEVER_MS,
     "shedding.mode": "off",
     "limits.per_minute": 0,
-    "tasks.wait_ms_max": LONG_MS,
+    "carpool.composition.faces.WAIT_MS_MAX": LONG_MS,
+    TASKS_SHARE: 1.0,
 }
 
 

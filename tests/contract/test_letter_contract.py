@@ -271,7 +271,7 @@ async def test_letters_and_replayed_tasks_outlive_the_process(open_site: Open) -
 
 async def test_bytes_are_bounded_and_the_oldest_go(open_site: Open) -> None:
     # A journal gives them a quarter.
-    bounds = {"dead_letters__bytes_max": 20_000, "tasks__stored_bytes_max": 80_000}
+    bounds = {"carpool.composition.redis_context.LETTER_BYTES_MAX": 20_000, "tasks__stored_bytes_max": 80_000}
     site = await work_once(await open_site(**ONE_SHARD, **bounds))
     texts = [f"bad {number}" + "x" * 4000 for number in range(8)]
     for text in texts:

@@ -4,7 +4,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from sites import ASYNC, LANES_MAX, LONG_MS, ONE_SHARD, Asking, Embedded, Open, Site, credential
+from sites import ASYNC, LANES_MAX, LONG_MS, ONE_SHARD, TASKS_SHARE, Asking, Embedded, Open, Site, credential
 
 from support.client import Connection
 from support.processes import until
@@ -288,7 +288,7 @@ async def test_a_result_that_comes_too_late_changes_nothing(open_site: Open) -> 
 
 async def test_no_more_tasks_than_there_is_room_for(open_site: Open) -> None:
     """In one process they leave room for those who wait on the line."""
-    site = await open_site(**ONE_SHARD, broker__waiting_max=4, tasks__waiting_max=3)
+    site = await open_site(**ONE_SHARD, broker__waiting_max=4, **{TASKS_SHARE: 0.75})
     site.gpu.hold()
     ids = [await site.here.submit() for _ in range(3 if isinstance(site, Embedded) else 4)]
     refused = await site.there.offer()

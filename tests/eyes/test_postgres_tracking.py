@@ -34,6 +34,7 @@ NOW = 1_700_000_000.0
 DAY_S = 86400.0
 CLIENTS = 32
 SIM = "sim:?latency_ms=20&slots=16"
+BUFFER_MAX = "carpool.composition.tracking.BUFFER_MAX"
 # A steady load, and how long the database is gone; it is built for 10,000 a second, for 60 s, and 20 s.
 RATE = float(os.environ.get("EYES_RATE", "500"))
 SECONDS = float(os.environ.get("EYES_SECONDS", "4"))
@@ -91,8 +92,8 @@ async def write(store: PostgresStore, requests: Sequence[RequestEntry], batches:
     await store.write([store.pack(requests, batches, 0.0, ("paid", "free"))])
 
 
-def settings(url: str, **further: object) -> dict[str, object]:
-    return {"tracking.store": "postgres", "tracking.url": url} | {f"tracking.{k}": v for k, v in further.items()}
+def settings(url: str) -> dict[str, object]:
+    return {"tracking.store": "postgres", "tracking.url": url}
 
 
 async def rows_by_outcome(url: str) -> Counter[str]:
@@ -334,7 +335,7 @@ async def test_a_database_that_goes_costs_rows_and_no_request(tmp_path: Path, fa
     with running_postgres() as server:
         await init(server.url)
         async with running_gateway(
-            tmp_path / "gateway", SIM, settings=settings(server.url, buffer_max=1000)
+            tmp_path / "gateway", SIM, settings=settings(server.url) | {BUFFER_MAX: 1000}
         ) as gateway:
             load = Load(gateway.port)
             await load.more(2000)
@@ -426,7 +427,7 @@ async def test_a_steady_load_is_there_whole(url: str, tmp_path: Path) -> None:
 async def test_a_database_that_is_gone_for_a_while_costs_rows_and_no_request(tmp_path: Path) -> None:
     with running_postgres() as server:
         await init(server.url)
-        given = settings(server.url, buffer_max=max(1000, round(RATE))) | PATIENT
+        given = settings(server.url) | PATIENT | {BUFFER_MAX: max(1000, round(RATE))}
         async with running_gateway(tmp_path / "gateway", "sim:?latency_ms=50&slots=64", settings=given) as gateway:
             load = asyncio.ensure_future(bench(gateway.port, tmp_path / "report.json", 2 * SECONDS + GONE_S))
             await asyncio.sleep(SECONDS)

@@ -26,6 +26,7 @@ HERE = Path(__file__).parents[2] / ".venv-eyes"
 CALLER_TRACE, CALLER_SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 ASKED = f"traceparent: 00-{CALLER_TRACE}-{CALLER_SPAN}-01\r\n"
 REQUEST = "POST /v1/inference"
+TRACING = "carpool.composition.tracing"
 _LINE = re.compile(r"^ +(Trace ID|Parent ID|ID|Name|Kind) +: ?(.*)$", re.MULTILINE)
 _LINK = re.compile(r"-> Trace ID: (\w+)\n +-> ID: (\w+)")
 _SERVICE = re.compile(r"-> service\.name: Str\((.*)\)")
@@ -146,7 +147,7 @@ async def fleet(
         "tracing.otlp_endpoint": rotel.url,
         "gateway.drain_grace_s": 0,
     }
-    settings |= {f"tracing.{name}": value for name, value in more.items()}
+    settings |= {name if "." in name else f"tracing.{name}": value for name, value in more.items()}
     at = ("--upstream", upstream.url)
     async with (
         running_role(directory, "batcher", *at, settings=settings | {"tracing.service_name": "batcher"}) as batcher,
@@ -172,7 +173,10 @@ def one(spans: list[Printed]) -> Printed:
 async def test_a_trace_through_gateway_redis_batcher_and_upstream(
     tmp_path: Path, rotel: Rotel, upstream: ScriptedUpstream, redis_server: RedisServer
 ) -> None:
-    async with fleet(tmp_path, rotel, upstream, redis_server, sample_ratio=0, slow_share=0) as (gateway, _):
+    async with fleet(tmp_path, rotel, upstream, redis_server, sample_ratio=0, **{f"{TRACING}.SLOW_SHARE": 0.0}) as (
+        gateway,
+        _,
+    ):
         assert await ask(gateway, ASKED) == 200
         await until(lambda: len(rotel.spans()) >= 4)
     request, queue = one(rotel.named(REQUEST)), one(rotel.named("queue"))
@@ -209,7 +213,7 @@ async def test_requests_under_load_have_traces_of_their_own(
 async def test_a_receiver_that_is_gone_or_slow_harms_no_request(
     tmp_path: Path, rotel: Rotel, upstream: ScriptedUpstream, redis_server: RedisServer, trouble: str
 ) -> None:
-    settings = {"sample_ratio": 1, "buffer_bytes_max": 50_000, "timeout_s": 1}
+    settings = {"sample_ratio": 1, f"{TRACING}.BUFFER_BYTES_MAX": 50_000, f"{TRACING}.TIMEOUT_S": 1.0}
     async with fleet(tmp_path, rotel, upstream, redis_server, **settings) as (gateway, batcher):
         assert await ask(gateway) == 200
         await until(lambda: len(rotel.spans()) >= 4)

@@ -32,6 +32,7 @@ CALLER_TRACE, CALLER_SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b716920333
 ASKED = f"traceparent: 00-{CALLER_TRACE}-{CALLER_SPAN}-01\r\ntracestate: vendor=1\r\n"
 NOT_ASKED = ASKED.replace("-01\r", "-00\r")
 REQUEST = "POST /v1/inference"
+SLOW_SHARE = "carpool.composition.tracing.SLOW_SHARE"
 
 
 @asynccontextmanager
@@ -41,8 +42,8 @@ async def running(
     """A process as a command starts it; its settings by their names with `__` for the dot."""
     settings: dict[str, Any] = {
         "upstream__endpoints": [f"{upstream.url}?key=canary-of-the-url"],
-        "upstream__backoff_ms": 0,
-        "tracing__slow_share": 0,
+        "carpool.service.BACKOFF_S": 0.0,
+        SLOW_SHARE: 0.0,
     }
     if taking is not None:
         settings["tracing__otlp_endpoint"] = taking.url
@@ -298,7 +299,7 @@ async def test_over_redis_a_link_leads_to_a_batch_that_is_kept(
     both = {**broker, "tracing__sample_ratio": 0, "upstream__attempts": 1}
     async with (
         running("batcher", upstream, taking, **both),
-        running("gateway", upstream, taking, **both, tracing__slow_share=1) as gateway,
+        running("gateway", upstream, taking, **both, **{SLOW_SHARE: 1.0}) as gateway,
     ):
         assert (await ask(gateway, "slow")).status == 200
         await until(lambda: metric(gateway, "traces_kept")["slow"] == 1)
@@ -382,7 +383,7 @@ async def test_a_receiver_that_fails_harms_no_request(
         taking.gate = asyncio.Event()
     else:
         taking.status = int(trouble)
-    settings = {"tracing__sample_ratio": 1, "tracing__buffer_bytes_max": 20_000}
+    settings = {"tracing__sample_ratio": 1, "carpool.composition.tracing.BUFFER_BYTES_MAX": 20_000}
     async with running("serve", upstream, taking, **settings) as process:
         answers: list[Response] = []
 

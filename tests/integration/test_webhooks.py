@@ -20,16 +20,18 @@ from support.upstreams import answer_bytes
 from support.webhooks import JSON, OTHER_SECRET, SECRET, Receiver, allowing, condition, receiver, submit, submit_many
 
 SIM = "sim:?latency_ms=5&slots=8"
+MIB = 1024 * 1024
+BOUNDS = ("carpool.embedded.WEBHOOK_BYTES_MAX", "carpool.composition.redis_context.WEBHOOK_BYTES_MAX")
 each_broker = pytest.mark.parametrize("redis", ["embedded", "redis"], indirect=True)
 PAGE = Path(__file__).parents[2] / "docs" / "webhooks.md"
 
 
 @asynccontextmanager
 async def served(
-    directory: Path, *receivers: Receiver, redis: RedisServer | None = None, **settings: object
+    directory: Path, *receivers: Receiver, redis: RedisServer | None = None, bytes_max: int = MIB, **times: float
 ) -> AsyncIterator[GatewayProcess]:
     """One process; over Redis it is both halves."""
-    given = allowing(*receivers, **settings)
+    given = allowing(*receivers, **times) | dict.fromkeys(BOUNDS, bytes_max)
     if redis is not None:
         given |= {"broker.url": redis.url, "broker.namespace": directory.name}
     async with running_gateway(directory, SIM, settings=given) as gateway:

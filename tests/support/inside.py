@@ -4,10 +4,13 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import pytest
+
 from carpool.app import make_process
 from carpool.composition.process import Process
 from carpool.core.names import Role
 from carpool.settings import load_settings
+from support.forks import constants_in, place_of, settings_in
 
 
 @asynccontextmanager
@@ -15,7 +18,10 @@ async def process_of(role: Role, **settings: Any) -> AsyncIterator[Process]:
     """As a command starts it; its settings by their names with `__` for the dot."""
     flags = {"gateway.port": 0, "gateway.admin_port": 0, "gateway.drain_grace_s": 0, "tasks.journal": False}
     flags |= {name.replace("__", "."): value for name, value in settings.items()}
-    process = make_process(load_settings(flags, environ={}, file=None), role)
+    with pytest.MonkeyPatch.context() as constants:
+        for constant, value in constants_in(flags).items():
+            constants.setitem(*place_of(constant), value)
+        process = make_process(load_settings(settings_in(flags), environ={}, file=None), role)
     try:
         await process.start()
         yield process

@@ -102,14 +102,17 @@ async def receiver(port: int = 0) -> AsyncIterator[Receiver]:
         yield made
 
 
-def allowing(*receivers: Receiver, **settings: object) -> dict[str, object]:
+def allowing(
+    *receivers: Receiver, timeout_s: float = 10.0, backoff_s: float = 0.05, **settings: object
+) -> dict[str, object]:
     """The settings of a gateway that may send to these."""
     return {
         "webhooks.hosts": ",".join(f"127.0.0.1:{each.port}" for each in receivers),
         "webhooks.secrets": SECRET,
         "webhooks.allow_http": "true",
         "webhooks.allow_private": "true",
-        "webhooks.backoff_s": 0.05,
+        "carpool.composition.webhooks.TIMEOUT_S": timeout_s,
+        "carpool.composition.webhooks.BACKOFF_S": backoff_s,
     } | {f"webhooks.{name}": value for name, value in settings.items()}
 
 

@@ -232,7 +232,7 @@ def test_counts() -> None:
     ],
 )
 def test_groups(stream: StreamFacts, view: FleetView, level: Level) -> None:
-    assert judged(check_groups([shard(stream)], view, 1500)) == level
+    assert judged(check_groups([shard(stream)], view)) == level
 
 
 def test_streams_and_letters() -> None:

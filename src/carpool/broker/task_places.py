@@ -10,6 +10,8 @@ from bisect import bisect_left
 from carpool.broker.lanes import STRICT_STEP_S
 from carpool.core.request import Request
 
+# A task's place in the order is this much later than a synchronous request's: no client waits on a connection for it.
+TASK_DELAY_S = 5.0
 # To put a task in order takes less than a hundredth of this.
 SECONDS_A_TASK = 20e-6
 

@@ -30,6 +30,7 @@ from carpool.face.http.streams import PATH as STREAM
 from carpool.face.http.streams import WebSocketStreams
 from carpool.face.http.task_events import TaskEvents
 from carpool.face.http.tickets import Tickets
+from carpool.face.intake import WAIT_MS_MAX
 from carpool.service import ModelFace
 from carpool.settings import Settings, grpc_port, total_timeout_s
 
@@ -77,7 +78,7 @@ class Faces:
             gateway_openapi(
                 list(runtime.models),
                 settings.model,
-                settings.tasks.wait_ms_max,
+                WAIT_MS_MAX,
                 [model.name for model in intake.models() if has_face(model, INFER)],
                 takes_callbacks=bool(settings.webhooks.hosts),
                 names_models=settings.auth.mode == "off",
@@ -217,7 +218,7 @@ async def close_server(server: Server) -> None:
 def face_settings(settings: Settings) -> HttpFaceSettings:
     """What the HTTP face must know of the configuration."""
     tasks = settings.tasks
-    return HttpFaceSettings(tasks.wait_ms_max, tasks.forget_after_read)
+    return HttpFaceSettings(WAIT_MS_MAX, tasks.forget_after_read)
 
 
 def http_limits(settings: Settings, models: Sequence[ModelFace]) -> HttpLimits:

@@ -14,7 +14,7 @@ from carpool.face.grpc.server import GrpcLimits, GrpcServer, Pems
 from carpool.face.http.lists import Answers
 from carpool.face.http.places import Places
 from carpool.face.http.state import HttpState
-from carpool.face.intake import Intake
+from carpool.face.intake import WAIT_MS_MAX, Intake
 from carpool.settings import Settings
 
 
@@ -30,7 +30,7 @@ def make_grpc_server(
     settings, limits = runtime.settings, http.limits
     problems = Problems(http.count_problem, runtime.tracer)
     tasks = settings.tasks
-    own = InferenceSettings(tasks.wait_ms_max, tasks.forget_after_read, limits.unread_bytes_max)
+    own = InferenceSettings(WAIT_MS_MAX, tasks.forget_after_read, limits.unread_bytes_max)
     places = Places("streams", settings.limits.streams)
     # For clients without a credential, from as many addresses as they like: owners' streams are not refused for those.
     strangers = Places("such streams", settings.limits.streams)

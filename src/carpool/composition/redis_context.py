@@ -32,6 +32,7 @@ from carpool.broker.redis.gateway.webhooks import RedisOutbox
 from carpool.broker.redis.keys import SHARDS_MAX, Keys, line_name
 from carpool.broker.redis.redis_ops import EndedTask, RedisOps
 from carpool.broker.redis.types import LEASE_MS
+from carpool.broker.task_places import TASK_DELAY_S
 from carpool.composition.runtime import Runtime
 from carpool.composition.serving import Serving
 from carpool.composition.shedding import queue_timeout_s
@@ -41,6 +42,7 @@ from carpool.core.request import ended_elsewhere
 from carpool.core.snapshot import FleetState, Health, Mode, OutcomeNumbers, RedisNumbers, problem_of
 from carpool.core.task import QueuePlace, place_behind
 from carpool.core.timeline import Queue, RequestState
+from carpool.core.webhook import WEBHOOK_BYTES_MAX
 from carpool.service import ModelFace
 from carpool.settings import ConfigError, Settings, broker_address, models_of
 
@@ -52,8 +54,9 @@ STRICT_STEP_MS = 10**13
 LARGEST_TASKS_A_SHARD = 4
 # How long to wait for the replicas that must have a task: they are near, or `WAIT` would slow every task down.
 REPLICAS_TIMEOUT_MS = 200
-# Dead letters kept in each shard.
+# Dead letters kept in each shard, and their bytes in all of them; the oldest go. They are for people to look at.
 LETTERS_A_SHARD_MAX = 10_000
+LETTER_BYTES_MAX = 256 * 1024 * 1024
 REFRESH_S = 1.0
 START_TIMEOUT_S = 2.0
 
@@ -87,7 +90,7 @@ class RedisContext:
         self.steps = RedisOps(self.nodes, self.keys)
         self.letter_bounds = LetterBounds(
             letters_max=LETTERS_A_SHARD_MAX,
-            bytes_max=-(-settings.dead_letters.bytes_max // SHARDS_MAX),
+            bytes_max=-(-LETTER_BYTES_MAX // SHARDS_MAX),
             ttl_ms=round(settings.tasks.dead_letter_ttl_s * 1000),
             is_memory_short=lambda: self.memory.is_short,
             memory_bytes_max=lambda: self.memory.letter_bytes_max(len(self.keys.shards)),
@@ -275,7 +278,7 @@ class RedisContext:
             replicas_timeout_ms=REPLICAS_TIMEOUT_MS,
             durable_nodes=self._make_nodes(REPLICAS_TIMEOUT_MS) if broker.replicas else None,
             is_memory_full=lambda: self.memory.is_full,
-            are_webhooks_full=lambda: self.depth.webhooks()[1] >= settings.webhooks.bytes_max,
+            are_webhooks_full=lambda: self.depth.webhooks()[1] >= WEBHOOK_BYTES_MAX,
             result_ttl_ms=result_ttl_ms,
             count=self._count_outcome,
             events=self.runtime.events,
@@ -350,7 +353,7 @@ def line_offsets_ms(settings: Settings) -> dict[bytes, int]:
         offsets[line_name(tier, is_task=False, is_over=True)] = target
         if settings.shedding.mode == "predicted":
             offsets[line_name(tier, is_task=False, is_late=True)] = target + round(queue_timeout_s(settings) * 1000)
-        offsets[line_name(tier, is_task=True)] = target + round(settings.tasks.delay_ms)
+        offsets[line_name(tier, is_task=True)] = target + round(TASK_DELAY_S * 1000)
     return offsets
 
 

@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from carpool.broker.memory import MemoryBroker
 from carpool.broker.min_share import LOWEST_TIER_SHARE
+from carpool.broker.task_places import TASK_DELAY_S
 from carpool.composition.runtime import Runtime
 from carpool.core.ports import DeadLetters, FetchedQueue, OtherBatchers
 from carpool.core.request import Request
@@ -32,7 +33,7 @@ def make_broker(runtime: Runtime) -> MemoryBroker:
         tiers=len(settings.tiers),
         strict_order=settings.broker.order == "strict",
         min_share=LOWEST_TIER_SHARE,
-        task_patience_s=settings.tasks.delay_ms / 1000,
+        task_patience_s=TASK_DELAY_S,
         quarantined=runtime.quarantined.riders,
         seconds=runtime.seconds,
         events=runtime.events,

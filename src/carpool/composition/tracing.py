@@ -21,6 +21,12 @@ if TYPE_CHECKING:
     from carpool.telemetry.exporter import Exporter
 
 PATH = "/v1/traces"
+# Kept beside the sample: the slowest share of the requests, and those that failed up to this rate. It is little, and
+# what somebody will look for.
+SLOW_SHARE, ERRORS_PER_SECOND = 0.01, 100
+# Spans that wait for the receiver; more are dropped. And the longest time for one call to it.
+BUFFER_BYTES_MAX = 32 * 1024 * 1024
+TIMEOUT_S = 10.0
 
 
 class Tracing(NamedTuple):
@@ -58,13 +64,13 @@ def start_tracing(settings: Settings, events: Events, seconds: RequestSeconds, c
         receiver_url(own.otlp_endpoint),
         dict(pairs_of(own.headers)),
         Envelope(resource_of(own), "carpool", __version__),
-        bytes_max=own.buffer_bytes_max,
-        timeout_s=own.timeout_s,
+        bytes_max=BUFFER_BYTES_MAX,
+        timeout_s=TIMEOUT_S,
     )
     # Ids must differ, and need not be secret: a generator of its own, seeded by the system.
     drawn = random.Random(secrets.randbits(128))
     tracer = Tracer(
-        Rules(own.sample_ratio, own.slow_share, own.errors_per_second, own.follow_callers),
+        Rules(own.sample_ratio, SLOW_SHARE, ERRORS_PER_SECOND, own.follow_callers),
         [tier.name for tier in settings.tiers],
         exporter.add,
         seconds=seconds,

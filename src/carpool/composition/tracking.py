@@ -19,6 +19,8 @@ from carpool.tracking.stores import Store, StoreUnusableError
 logger = logging.getLogger("carpool.tracking")
 
 FILE_NAME = "tracking.db"
+# Rows that wait to be written, of each kind, some 50 MB; while the store is slow or away, those beyond are dropped.
+BUFFER_MAX = 100_000
 # So long an operator who asks for one request waits for the store.
 LOOK_S_MAX = 2.0
 
@@ -45,7 +47,7 @@ async def start_tracking(runtime: Runtime) -> Recorder | None:
     if store is None:
         return None
     tiers = [tier.name for tier in runtime.settings.tiers]
-    recorder = Recorder(store, tiers, buffer_max=runtime.settings.tracking.buffer_max, clock=runtime.clock)
+    recorder = Recorder(store, tiers, buffer_max=BUFFER_MAX, clock=runtime.clock)
     try:
         await recorder.start()
     except StoreUnusableError as fault:

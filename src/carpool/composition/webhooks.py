@@ -15,6 +15,9 @@ from carpool.settings.schema import WebhookSettings
 
 logger = logging.getLogger("carpool")
 
+# The longest time for one attempt; and the longest first pause before the next, which doubles, up to an hour.
+TIMEOUT_S, BACKOFF_S = 10.0, 5.0
+
 
 def make_callbacks(webhooks: WebhookSettings) -> Callbacks:
     """Where webhooks may go."""
@@ -43,17 +46,11 @@ def start_webhooks(runtime: Runtime, outbox: Outbox) -> Deliverer | None:
     callbacks = make_callbacks(webhooks)
     deliverer = Deliverer(
         outbox,
-        Sender(callbacks.is_allowed, webhooks.timeout_s),
+        Sender(callbacks.is_allowed, TIMEOUT_S),
         callbacks,
         [secret_of(secret) for secret in webhooks.secrets],
         task_json,
-        DeliveryTerms(
-            timeout_s=webhooks.timeout_s,
-            in_flight_max=webhooks.in_flight_max,
-            host_in_flight_max=webhooks.host_in_flight_max,
-            backoff_s=webhooks.backoff_s,
-            retry_for_s=webhooks.retry_for_s,
-        ),
+        DeliveryTerms(timeout_s=TIMEOUT_S, backoff_s=BACKOFF_S),
     )
 
     def prepare_reload(settings: Settings) -> Callable[[], None]:

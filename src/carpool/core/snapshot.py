@@ -345,7 +345,7 @@ class WebhookNumbers(Numbers, frozen=True, kw_only=True):
             "Only with `webhooks.hosts`."
         ),
     ]
-    webhook_bytes: Annotated[int, gauge("What these count in bytes; `webhooks.bytes_max` bounds them.")]
+    webhook_bytes: Annotated[int, gauge("What these count in bytes; at 256 MiB no more are taken.")]
     webhook_attempts: Annotated[
         Counts,
         counter(
@@ -365,7 +365,7 @@ class TrackingNumbers(Numbers, frozen=True, kw_only=True):
     tracking_dropped: Annotated[
         Counts, counter("Rows that were given up because the store was slow or away. No request suffers.", "row")
     ]
-    tracking_waiting: Annotated[int, gauge("Rows that wait to be written; `tracking.buffer_max` bounds them.")]
+    tracking_waiting: Annotated[int, gauge("Rows that wait to be written, at most 100,000 of each kind.")]
     tracking_failures: Annotated[int, counter("Times that the store did not take what was to be written.")]
 
 

@@ -10,6 +10,8 @@ from carpool.core.task import StoredTask
 URL_CHARS_MAX = 2048
 # What each counts among the bytes that wait, beside its payload.
 WEBHOOK_BYTES = 512
+# Bytes of outcomes that wait to be sent; beyond, tasks with a `callback_url` are refused. Results are kept besides.
+WEBHOOK_BYTES_MAX = 256 * 1024 * 1024
 
 
 class DueWebhook(msgspec.Struct, frozen=True, gc=False):

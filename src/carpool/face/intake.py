@@ -41,6 +41,8 @@ PREPARED_A_TURN = 256
 WhenAllEnded = Callable[[Sequence[Any], int | None], None]
 # Called with each output as it comes; what it returns is kept in its place.
 Came = Callable[[int, Output], Any]
+# The longest long poll: proxies end what is silent for a minute.
+WAIT_MS_MAX = 30_000
 # How many of the last requests can be asked for at /internal/requests/{id}.
 RECENT_KEPT = 8192
 # A prefix of this process and a number: unique, and cheaper than drawing randomness for each request.

@@ -271,11 +271,6 @@ class TaskSettings(Section, frozen=True):
             "before their time"
         ),
     ] = 4 * GIB
-    waiting_max: Annotated[Count, doc("tasks without an outcome at once (503 for new ones)")] = 50_000
-    delay_ms: Annotated[
-        float, doc("a task's place in the order is this much later than a synchronous request's", ge=0, le=600_000)
-    ] = 5000.0
-    wait_ms_max: Annotated[Count, doc("longest long poll")] = 30_000
 
 
 class DeadLetterSettings(Section, frozen=True):
@@ -288,13 +283,6 @@ class DeadLetterSettings(Section, frozen=True):
             "those that the upstream failed; or `none`"
         ),
     ] = "poison"
-    bytes_max: Annotated[
-        Count,
-        doc(
-            "bytes of dead letters kept in Redis, the oldest go; in the journal they have a quarter of "
-            "`tasks.stored_bytes_max`"
-        ),
-    ] = 256 * MIB
 
 
 class AuthSettings(Section, frozen=True):
@@ -418,17 +406,6 @@ class WebhookSettings(Section, frozen=True):
     allow_private: Annotated[
         bool, doc("whether hosts may have private or loopback addresses; link-local ones never are used")
     ] = False
-    retry_for_s: Annotated[
-        float, doc("how long after its task's outcome a webhook is sent again", ge=1, le=7 * 86400)
-    ] = 86400.0
-    backoff_s: Annotated[Seconds, doc("longest first pause before it is sent again; doubles, up to an hour")] = 5.0
-    timeout_s: Annotated[Seconds, doc("longest time for one attempt")] = 10.0
-    in_flight_max: Annotated[int, doc("webhooks that one gateway sends at once", ge=1, le=10_000)] = 64
-    host_in_flight_max: Annotated[int, doc("of these, to one host", ge=1, le=10_000)] = 8
-    bytes_max: Annotated[
-        Count,
-        doc("bytes of outcomes that wait to be sent; beyond, tasks with a `callback_url` are refused (503)"),
-    ] = 256 * MIB
 
     def __repr__(self) -> str:
         return f"WebhookSettings({self.hosts}, {len(self.secrets)} secrets)"  # they are secret
@@ -450,14 +427,6 @@ class TrackingSettings(Section, frozen=True):
     bytes_max: Annotated[
         int, doc("`sqlite`: the size of the file, about; the oldest rows go first", ge=MIB, le=1024 * GIB)
     ] = GIB
-    buffer_max: Annotated[
-        int,
-        doc(
-            "rows that wait to be written, of each kind; while the store is slow or away, those beyond are dropped",
-            ge=1000,
-            le=10_000_000,
-        ),
-    ] = 100_000
 
 
 class LogSettings(Section, frozen=True):
@@ -485,23 +454,19 @@ class TracingSettings(Section, frozen=True):
         doc("what else is told of this process, each as `NAME=VALUE`, like `deployment.environment.name=prod`"),
     ] = []
     sample_ratio: Annotated[
-        float, doc("share of the requests that are kept in any case, by trace id; 1: all of them", ge=0, le=1)
+        float,
+        doc(
+            "share of the requests that are kept in any case, by trace id, beside slow and failed ones; 1: all",
+            ge=0,
+            le=1,
+        ),
     ] = 0.01
-    slow_share: Annotated[
-        float, doc("share of the requests that is kept because they were the slowest", ge=0, le=1)
-    ] = 0.01
-    errors_per_second: Annotated[
-        int,
-        doc("requests that failed are kept up to this rate; those refused on admission by ratio", ge=0, le=1_000_000),
-    ] = 100
     follow_callers: Annotated[
         bool,
         doc(
             "a caller's `traceparent` counts: its trace goes on, and is kept if it says so; false where strangers call"
         ),
     ] = True
-    buffer_bytes_max: Annotated[Count, doc("bytes of spans that wait for the receiver; more are dropped")] = 32 * MIB
-    timeout_s: Annotated[Seconds, doc("longest time for one call to the receiver")] = 10.0
 
     def __repr__(self) -> str:
         return f"TracingSettings({len(self.headers)} headers)"  # they are secret

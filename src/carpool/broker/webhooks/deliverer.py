@@ -43,13 +43,15 @@ SIGNED_HERE_BYTES_MAX = 1024 * 1024
 
 
 class DeliveryTerms(msgspec.Struct, frozen=True):
-    """What is configured."""
+    """How hard it is tried. A receiver that is down for a night gets all; one that is slow holds up its own only."""
 
     timeout_s: float
-    in_flight_max: int
-    host_in_flight_max: int
     backoff_s: float
-    retry_for_s: float
+    # At once, in all and to one host.
+    in_flight_max: int = 64
+    host_in_flight_max: int = 8
+    # How long after the outcome of its task a webhook is sent again.
+    retry_for_s: float = 86400.0
 
 
 class Deliverer:

@@ -22,7 +22,7 @@ class WebhooksListed(Page, frozen=True):
 
     webhooks: list[WebhookState]
     total: int
-    bytes: Annotated[int, Meta(description="what all of them count; `webhooks.bytes_max` bounds it")]
+    bytes: Annotated[int, Meta(description="what all of them count; 256 MiB is the bound")]
 
 
 class WebhooksRetried(Page, frozen=True):
