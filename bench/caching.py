@@ -15,7 +15,7 @@ from measuring import CARPOOL, HERE, Load, console, free_port, process, show, ve
 
 DISTINCT = HERE / "distinct.lua"
 # So small that it is full within a second: while it grows, the kernel's work for fresh memory is measured.
-CACHED = {"CARPOOL_CACHE_ENABLED": "true", "CARPOOL_CACHE_BYTES_MAX": "16777216"}
+CACHED = {"CARPOOL_UPSTREAM_CACHE": "true", "CARPOOL_CACHE_BYTES_MAX": "16777216"}
 CONNECTIONS = 1000
 # What each kind of load is sent to: the gateway, and the inputs.
 KINDS = {"off": ("off", "distinct"), "miss": ("on", "distinct"), "hit": ("on", "same")}

@@ -176,7 +176,7 @@ async def test_while_redis_is_gone_nobody_is_known_to_be_there(tmp_path: Path) -
 
 async def test_on_a_cluster(redis_cluster: RedisCluster, tmp_path: Path) -> None:
     async with opened(tmp_path, redis_cluster) as open_one:
-        site = await open_one(cache__enabled=True, broker__replicas=1, **{REPLICAS_TIMEOUT_MS: NEVER_MS})
+        site = await open_one(upstream__cache=True, broker__replicas=1, **{REPLICAS_TIMEOUT_MS: NEVER_MS})
         batcher, here, there = site.processes
         await until_all_see(site, {name_of(here): "ok", name_of(there): "ok"}, {name_of(batcher): "ok"})
         ids = [await site.here.submit(f"task {number}") for number in range(20)]

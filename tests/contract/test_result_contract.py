@@ -15,7 +15,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 @pytest.fixture(scope="module")
 def site_settings() -> dict[str, object]:
-    return {"cache__enabled": True}
+    return {"upstream__cache": True}
 
 
 async def until_given(site: Site, door: Door, value: Any, owner: str = "alice", **fields: Any) -> Response:
@@ -82,7 +82,7 @@ async def test_only_what_is_the_same_is_found(site: Site) -> None:
 
 
 async def test_an_owner_may_have_its_own(open_site: Open) -> None:
-    site = await open_site(cache__enabled=True, cache__scope="owner")
+    site = await open_site(upstream__cache=True, cache__scope="owner")
     assert not is_cached(await site.here.ask("mine"))
     assert not is_cached(await site.here.ask("mine", "bob"))
     for owner in ("alice", "bob"):
@@ -144,7 +144,7 @@ async def test_tasks_find_results_and_fill_the_cache(site: Site) -> None:
 
 
 async def test_results_are_kept_for_a_time(open_site: Open) -> None:
-    site = await open_site(cache__enabled=True, cache__ttl_s=1.0)
+    site = await open_site(upstream__cache=True, cache__ttl_s=1.0)
     assert not is_cached(await site.here.ask("old"))
 
     async def is_gone() -> bool:
@@ -155,7 +155,7 @@ async def test_results_are_kept_for_a_time(open_site: Open) -> None:
 
 
 async def test_bytes_are_bounded_and_what_was_unused_goes(open_site: Open) -> None:
-    site = await open_site(**ONE_SHARD, cache__enabled=True, cache__bytes_max=100_000)
+    site = await open_site(**ONE_SHARD, upstream__cache=True, cache__bytes_max=100_000)
     texts = [f"{number:03}" + "x" * 8000 for number in range(40)]
     for text in texts:
         assert not is_cached(await site.here.ask(text))
@@ -175,7 +175,7 @@ async def test_bytes_are_bounded_and_what_was_unused_goes(open_site: Open) -> No
 
 
 async def test_lookups_are_counted(open_site: Open) -> None:
-    site = await open_site(cache__enabled=True)
+    site = await open_site(upstream__cache=True)
     await site.here.ask("counted")
     assert await site.here.metric("cache_lookups_total", '"miss"') == 1.0
     await until_given(site, site.here, "counted")

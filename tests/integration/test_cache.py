@@ -12,7 +12,7 @@ from support.redis_servers import RedisServer, running_redis
 from support.trending import TrendingClients
 from support.upstreams import ScriptedUpstream, scripted_upstream
 
-CACHED: dict[str, object] = {"cache.enabled": "true"}
+CACHED: dict[str, object] = {"upstream.cache": "true"}
 ASYNC = "Prefer: respond-async\r\n"
 
 

@@ -25,7 +25,7 @@ from support.upstreams import ScriptedUpstream, scripted_upstream
 
 ASYNC = "Prefer: respond-async\r\n"
 LIST = "/v1/models/default:predict"
-SETTINGS = {"tracking.store": "sqlite", "cache.enabled": "true", "shedding.mode": "off"}
+SETTINGS = {"tracking.store": "sqlite", "upstream.cache": "true", "shedding.mode": "off"}
 
 
 @asynccontextmanager

@@ -224,7 +224,7 @@ async def test_who_asks_and_shares_a_seat_that_is_sent_already_has_its_batch_kep
     upstream: ScriptedUpstream, taking: Receiver
 ) -> None:
     upstream.gate.clear()
-    settings = {"tracing__sample_ratio": 0, "cache__enabled": "true"}
+    settings = {"tracing__sample_ratio": 0, "upstream__cache": "true"}
     async with running("serve", upstream, taking, **settings) as process:
         first = asyncio.create_task(ask(process))
         await until(lambda: upstream.in_flight == 1)

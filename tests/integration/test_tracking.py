@@ -83,7 +83,7 @@ async def test_alone_rows_are_what_metrics_count(tmp_path: Path) -> None:
 
 async def test_shared_seats_share_their_seconds_and_kept_results_cost_none(tmp_path: Path) -> None:
     path = tmp_path / "tracking.db"
-    settings = {"tracking.store": "sqlite", "cache.enabled": "true"}
+    settings = {"tracking.store": "sqlite", "upstream.cache": "true"}
     async with (
         scripted_upstream() as upstream,
         running_gateway(tmp_path, upstream.url, settings=settings) as gateway,

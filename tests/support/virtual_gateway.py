@@ -61,7 +61,7 @@ class Stand:
         by_name = {f"http://gpu-{number}/": upstream for number, upstream in enumerate(upstreams)}
         settings = Settings(
             model="m",
-            models={"m": ModelSettings(cache=is_cached)},
+            models={"m": ModelSettings(own={"cache": is_cached})},
             batching=BatchingSettings(policy="fixed", max_batch=max_batch, max_wait_ms=5.0),
             broker=BrokerSettings(waiting_max=1000),
             upstream=UpstreamSettings(endpoints=list(by_name), attempts=attempts),

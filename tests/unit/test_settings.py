@@ -28,14 +28,8 @@ from carpool.settings import (
     warnings_of,
 )
 from carpool.settings.endpoints import ENDPOINTS_MAX, expand_endpoints
-from carpool.settings.keys import FLAGS, KEYS, VARIABLES, section_keys
-from carpool.settings.schema import (
-    BatchingSettings,
-    InputSettings,
-    ModelSettings,
-    TierSettings,
-    UpstreamSettings,
-)
+from carpool.settings.keys import FLAGS, KEYS, VARIABLES, model_keys, section_keys
+from carpool.settings.schema import ModelSettings, TierSettings
 from carpool.upstream.tls import UpstreamSecurity
 
 
@@ -536,11 +530,20 @@ class TestEndpoints:
 
 
 class TestModels:
-    def test_every_key_of_a_model_is_one_of_a_section(self) -> None:
-        """Else it would be read and have no effect."""
-        fields = set(ModelSettings.__struct_fields__) - {"body_bytes_max", "cache", "default_mode"}
-        sections = (UpstreamSettings, BatchingSettings, InputSettings)
-        assert fields <= {field for section in sections for field in section.__struct_fields__}
+    def test_a_key_of_a_model_is_that_of_one_section(self) -> None:
+        names = [key.name for key in model_keys("")]
+        assert len(names) == len(set(names))
+        assert set(names) & set(ModelSettings.__struct_fields__) == {"body_bytes_max", "default_mode"}
+
+    def test_a_model_may_say_anything_of_its_sections(self) -> None:
+        fields = "inputs_field = 'in'\npolicy = 'fixed'\ninput_bytes_max = 9\nattempts = 1"
+        settings = load(toml=f"[upstream]\nendpoints = ['sim:']\n[models.a]\n{fields}\n[models.b]")
+        a, b = models_of(settings).values()
+        assert (a.upstream.inputs_field, a.batching.policy, a.input.input_bytes_max) == ("in", "fixed", 9)
+        assert (a.upstream.attempts, a.upstream.outputs_field) == (1, "outputs")
+        assert (b.upstream, b.batching, b.input) == (settings.upstream, settings.batching, settings.input)
+        told = refusal(toml="[models.a]\ninputs_field = 'parameters'")
+        assert told == "upstream.parameters_field must differ from inputs_field"
 
     @pytest.mark.parametrize(
         ("port", "admin", "expected"), [(8000, None, 8001), (0, None, 0), (8000, 9, 9), (8000, 0, 0)]
@@ -819,7 +822,7 @@ class TestWebhooks:
 
 
 class TestCatalogue:
-    ALL = [*KEYS.values(), *section_keys(TierSettings, "tiers."), *section_keys(ModelSettings, "models.")]
+    ALL = [*KEYS.values(), *section_keys(TierSettings, "tiers."), *model_keys("models.")]
 
     def test_loading_needs_no_network_library(self) -> None:
         slow = {"aiohttp", "uvloop", "ssl", "joserfc", "cryptography"}

@@ -53,7 +53,7 @@ def require_upstream(settings: Settings) -> None:
     for name, model in models_of(settings).items():
         if model.upstream.endpoints:
             continue
-        if name in settings.models and settings.models[name].endpoints is not None:
+        if name in settings.models and "endpoints" in settings.models[name].own:
             raise ConfigError(f"models.{name}.endpoints is empty: name at least one endpoint, or leave it out")
         raise ConfigError("no upstream: give --upstream URL (or upstream.endpoints), or try `carpool demo`")
 
@@ -80,12 +80,6 @@ def check_together(settings: Settings, where: Where) -> None:
     check_name(settings.model, where("model"))
     if settings.models and settings.model not in settings.models:
         raise ConfigError(f"{where('model')} must be one of the configured: {', '.join(settings.models)}")
-    if settings.upstream.inputs_field == settings.upstream.parameters_field:
-        raise ConfigError(f"{where('upstream.parameters_field')} must differ from upstream.inputs_field")
-    answer_fields = ("outputs_field", "tokens_field", "version_field")
-    if len({getattr(settings.upstream, name) for name in answer_fields}) < len(answer_fields):
-        at = " and ".join(where(f"upstream.{name}") for name in answer_fields[1:])
-        raise ConfigError(f"{at} must differ from each other, and from upstream.outputs_field")
     if settings.tasks.journal and not settings.tasks.data_dir:
         raise ConfigError(f"{where('tasks.data_dir')} must name a directory while tasks.journal is true")
     _check_gateway(settings.gateway, where)
@@ -325,17 +319,20 @@ def _check_models(settings: Settings, where: Where) -> None:
     models = [(resolve(settings, name, own, where), own) for name, own in settings.models.items()]
     for model, own in [(shared, nothing), *models]:
         at = partial(_place, where, model.name, own)
+        _check_fields(model.upstream, at)
         _check_load(model.upstream, at)
         _check_probe_input(model.upstream.probe_input, at)
         with faults_at(at("deny_patterns", "input")):
             _check_patterns(model)
         if model is shared or model.security != shared.security:
             _check_security(model.security, at)
-        _check_tls_is_used(own, model.upstream.endpoints, at)
+        said = own.own
+        _check_tls_is_used(said.get("tls_ca", ""), said.get("tls_cert", ""), model.upstream.endpoints, at)
         if model is not shared or not models:
             _check_schemes(model.upstream, at)
     every = [*shared.upstream.endpoints, *(url for model, _ in models for url in model.upstream.endpoints)]
-    _check_tls_is_used(settings.upstream, every, lambda key: where(f"upstream.{key}"))
+    upstream = settings.upstream
+    _check_tls_is_used(upstream.tls_ca, upstream.tls_cert, every, lambda key: where(f"upstream.{key}"))
 
 
 def _place(where: Where, name: str, own: ModelSettings, key: str, section: str = "upstream") -> str:
@@ -348,6 +345,15 @@ def _check_patterns(model: Model) -> None:
         compile_patterns(model.input.deny_patterns)
     except BadPatternError as fault:
         raise ConfigError(str(fault)) from None
+
+
+def _check_fields(upstream: UpstreamSettings, at: Where) -> None:
+    """Of a call, and of an answer, no two fields have the same name."""
+    if upstream.inputs_field == upstream.parameters_field:
+        raise ConfigError(f"{at('parameters_field')} must differ from inputs_field")
+    if len({upstream.outputs_field, upstream.tokens_field, upstream.version_field}) < 3:
+        both = f"{at('tokens_field')} and {at('version_field')}"
+        raise ConfigError(f"{both} must differ from each other, and from outputs_field")
 
 
 def _check_load(upstream: UpstreamSettings, at: Where) -> None:
@@ -431,8 +437,8 @@ def _check_context(files: TlsFiles, at: Where) -> None:
         raise ConfigError(says) from None
 
 
-def _check_tls_is_used(section: UpstreamSettings | ModelSettings, endpoints: Iterable[str], at: Where) -> None:
+def _check_tls_is_used(tls_ca: str, tls_cert: str, endpoints: Iterable[str], at: Where) -> None:
     """Refuse certificates where no endpoint uses TLS: a plain `http://` must not pass unnoticed."""
-    key = "tls_ca" if section.tls_ca else "tls_cert" if section.tls_cert else None
+    key = "tls_ca" if tls_ca else "tls_cert" if tls_cert else None
     if key and endpoints and all(url.startswith(PLAIN_ENDPOINTS) for url in endpoints):
         raise ConfigError(f"{at(key)} is of no use: no endpoint starts with https:// or grpcs://")

@@ -7,9 +7,9 @@ from typing import Any
 
 import msgspec
 
-from carpool.settings.keys import ROOT_KEYS, SECTIONS, Key, section_keys, summary
+from carpool.settings.keys import ROOT_KEYS, SECTIONS, Key, model_keys, section_keys, summary
 from carpool.settings.resolution import admin_port, total_timeout_s
-from carpool.settings.schema import KeySettings, ModelSettings, Section, Settings, TierSettings
+from carpool.settings.schema import KeySettings, ModelSettings, Settings, TierSettings
 
 _BARE_TOML_KEY = re.compile(r"[A-Za-z0-9_-]+")
 
@@ -32,8 +32,8 @@ def dump_toml(settings: Settings) -> str:
     for tier in settings.tiers:
         said = msgspec.structs.asdict(tier).items()
         lines += ["[[tiers]]", *(f"{k} = {_toml(v)}" for k, v in said if v is not None)]
-    lines += ["", f"# {summary(ModelSettings)}", *_dump_named("models", settings.models)]
-    lines += ["", f"# {summary(KeySettings)}", *_dump_named("keys", settings.keys)]
+    lines += ["", f"# {summary(ModelSettings)}", *_dump_models(settings.models)]
+    lines += ["", f"# {summary(KeySettings)}", *_dump_keys(settings.keys)]
     return "\n".join(lines) + "\n"
 
 
@@ -50,15 +50,27 @@ def changes_toml(changes: Mapping[str, Any]) -> str:
     return "\n\n".join(filter(None, parts))
 
 
-def _dump_named(path: str, sections: Mapping[str, Section]) -> list[str]:
-    """Tables that have names; what they leave open is left out."""
+def _dump_models(models: Mapping[str, ModelSettings]) -> list[str]:
     lines: list[str] = []
-    for name, section in sections.items():
-        lines.append(f"[{path}.{_toml_key(name)}]")
-        for key in section_keys(type(section), f"{path}.{name}."):
-            value = getattr(section, key.name)
-            if value is not None:
-                lines += _dump_url(key, value) if key.is_url else [f"{key.name} = {_toml(value)}"]
+    for name, model in models.items():
+        said = msgspec.structs.asdict(model) | model.own
+        lines += _dump_named(f"models.{_toml_key(name)}", model_keys(""), said)
+    return lines
+
+
+def _dump_keys(keys: Mapping[str, KeySettings]) -> list[str]:
+    lines: list[str] = []
+    for name, key in keys.items():
+        lines += _dump_named(f"keys.{_toml_key(name)}", section_keys(KeySettings, ""), msgspec.structs.asdict(key))
+    return lines
+
+
+def _dump_named(path: str, keys: list[Key], said: Mapping[str, Any]) -> list[str]:
+    """A table that has a name; what it leaves open is left out."""
+    lines = [f"[{path}]"]
+    for key in keys:
+        if (value := said.get(key.name)) is not None:
+            lines += _dump_url(key, value) if key.is_url else [f"{key.name} = {_toml(value)}"]
     return lines
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 import msgspec
 from msgspec import NODEFAULT, Meta
 
-from carpool.settings.schema import Section, Settings, doc
+from carpool.settings.schema import MODEL_SECTIONS, ModelSettings, Section, Settings
 
 # The settings that `carpool serve`, `gateway`, `batcher` and `config` take as flags too.
 FLAGS = {
@@ -60,11 +60,17 @@ def section_keys(section: type[Section], prefix: str) -> list[Key]:
     """The keys of one section in the order of schema.py; `prefix` is the section's path with its dot."""
     keys = []
     for field in msgspec.structs.fields(section):
-        metas = (meta for meta in get_args(field.type)[1:] if isinstance(meta, Meta) and meta.description)
-        meta = next(metas, doc(""))
-        default = field.default_factory() if field.default_factory is not NODEFAULT else field.default
-        keys.append(Key(prefix + field.name, field.type, default, meta.description or "", **(meta.extra or {})))
+        for meta in get_args(field.type)[1:]:
+            if isinstance(meta, Meta) and meta.description:
+                default = field.default_factory() if field.default_factory is not NODEFAULT else field.default
+                keys.append(Key(prefix + field.name, field.type, default, meta.description, **(meta.extra or {})))
     return keys
+
+
+def model_keys(prefix: str) -> list[Key]:
+    """The keys of a model's table, with those of the sections of which it may say something else."""
+    tables = (ModelSettings, *MODEL_SECTIONS.values())
+    return [key for table in tables for key in section_keys(table, prefix)]
 
 
 # The tables of the file whose keys are fixed; `tiers` and `models` grow, and come from the file only.
@@ -73,7 +79,7 @@ SECTIONS: dict[str, type[Section]] = {
     for field in msgspec.structs.fields(Settings)
     if isinstance(field.type, type) and issubclass(field.type, Section)
 }
-ROOT_KEYS = [key for key in section_keys(Settings, "") if key.name == "model"]
+ROOT_KEYS = section_keys(Settings, "")
 KEYS: dict[str, Key] = {
     key.path: key for key in [*ROOT_KEYS, *(k for name, cls in SECTIONS.items() for k in section_keys(cls, f"{name}."))]
 }

@@ -7,7 +7,8 @@
 
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, get_args, get_origin
 from urllib.parse import unquote
@@ -17,8 +18,8 @@ from msgspec import NODEFAULT
 
 from carpool.settings.checks import check_name, check_together
 from carpool.settings.errors import ConfigError, shown, unknown
-from carpool.settings.keys import FLAGS, KEYS, SECTIONS, VARIABLES, Key, describe, section_keys
-from carpool.settings.schema import KeySettings, ModelSettings, SectionT, Settings, TierSettings
+from carpool.settings.keys import FLAGS, KEYS, SECTIONS, VARIABLES, Key, describe, model_keys, section_keys
+from carpool.settings.schema import KeySettings, ModelSettings, Settings, TierSettings
 
 DEFAULT_FILE = Path("carpool.toml")
 FILE_VARIABLE = "CARPOOL_CONFIG"
@@ -56,8 +57,9 @@ def load_settings(flags: Mapping[str, Any], *, environ: Mapping[str, str], file:
         root[name] = cls(**{key: values[f"{name}.{key}"] for key in cls.__struct_fields__ if f"{name}.{key}" in values})
     if tiers is not None:
         root["tiers"] = _build_tiers(tiers, file_name)
-    root["models"] = _build_named(ModelSettings, "models", models, file_name)
-    root["keys"] = _build_named(KeySettings, "keys", api_keys, file_name)
+    root["models"] = {name: _model(said) for name, said in _read_named("models", models, file_name, model_keys)}
+    own_keys = partial(section_keys, KeySettings)
+    root["keys"] = {name: KeySettings(**said) for name, said in _read_named("keys", api_keys, file_name, own_keys)}
 
     if root["models"] and "model" not in root:
         root["model"] = next(iter(root["models"]))  # the first one is meant when a client names none
@@ -169,23 +171,26 @@ def _from_flags(flags: Mapping[str, Any]) -> dict[str, _Given]:
     return given
 
 
-def _build_listed(cls: type[SectionT], path: str, value: Any, file_name: str) -> SectionT:
+def _read_listed(listed: list[Key], path: str, value: Any, file_name: str) -> dict[str, Any]:
     """An entry of `tiers`, `models` or `keys`, whose keys are checked here."""
     table = _table(value, path, file_name)
-    keys = {key.name: key for key in section_keys(cls, f"{path}.")}
+    keys = {key.name: key for key in listed}
     for name in table:
         if name not in keys:
             raise unknown("key", f"{path}.{name}", file_name, [key.path for key in keys.values()])
     for key in keys.values():
         if key.default is NODEFAULT and key.name not in table:
             raise ConfigError(f"{key.path} ({file_name}) is missing: it must be {describe(key.hint)}")
-    return cls(**{name: _convert(keys[name], _Given(v, file_name, False)) for name, v in table.items()})
+    return {name: _convert(keys[name], _Given(v, file_name, False)) for name, v in table.items()}
 
 
 def _build_tiers(value: Any, file_name: str) -> tuple[TierSettings, ...]:
     if not isinstance(value, list) or not value:
         raise ConfigError(f"tiers ({file_name}) must be at least one [[tiers]] table")
-    tiers = tuple(_build_listed(TierSettings, f"tiers[{i}]", item, file_name) for i, item in enumerate(value))
+    tiers = tuple(
+        TierSettings(**_read_listed(section_keys(TierSettings, f"tiers[{i}]."), f"tiers[{i}]", item, file_name))
+        for i, item in enumerate(value)
+    )
     seen: set[str] = set()
     for i, tier in enumerate(tiers):
         check_name(tier.name, f"tiers[{i}].name ({file_name})")
@@ -195,12 +200,17 @@ def _build_tiers(value: Any, file_name: str) -> tuple[TierSettings, ...]:
     return tiers
 
 
-def _build_named(cls: type[SectionT], path: str, value: Any, file_name: str) -> dict[str, SectionT]:
-    found = {}
+def _read_named(
+    path: str, value: Any, file_name: str, keys_at: Callable[[str], list[Key]]
+) -> Iterator[tuple[str, dict[str, Any]]]:
     for name, table in _table(value, path, file_name).items():
         check_name(name, f"{path}.{shown(name)} ({file_name})")
-        found[name] = _build_listed(cls, f"{path}.{name}", table, file_name)
-    return found
+        yield name, _read_listed(keys_at(f"{path}.{name}."), f"{path}.{name}", table, file_name)
+
+
+def _model(said: dict[str, Any]) -> ModelSettings:
+    known = {key: said.pop(key) for key in ModelSettings.__struct_fields__ if key in said}
+    return ModelSettings(**known, own=said)
 
 
 def _table(value: Any, path: str, file_name: str) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """What a process works with: each model with all of its settings, its own and those that it shares.
 
-A model's own word goes before that of `[upstream]`, `[batching]` and `[gateway]`. Only this module knows that a model
-may leave a setting out.
+A model's own word goes before that of the sections (`MODEL_SECTIONS`). Only this module knows that a model may leave a
+setting out.
 """
 
 import re
@@ -68,8 +68,9 @@ def models_of(settings: Settings) -> dict[str, Model]:
 def resolve(settings: Settings, name: str, own: ModelSettings, where: Where = str) -> Model:
     """One model; raises ConfigError, in which `where` names the place."""
     upstream = _overlaid(settings.upstream, own)
-    if own.tls_cert is not None or own.tls_key is not None:  # a certificate and its key stay together
-        upstream = msgspec.structs.replace(upstream, tls_cert=own.tls_cert or "", tls_key=own.tls_key or "")
+    if {"tls_cert", "tls_key"} & own.own.keys():  # a certificate and its key stay together
+        both = {key: own.own.get(key, "") for key in ("tls_cert", "tls_key")}
+        upstream = msgspec.structs.replace(upstream, **both)
     with faults_at(where(path_of(name, own, "endpoints"))):
         upstream = msgspec.structs.replace(upstream, endpoints=expand_endpoints(upstream.endpoints))
     with faults_at(where(path_of(name, own, "header_files"))):
@@ -79,7 +80,7 @@ def resolve(settings: Settings, name: str, own: ModelSettings, where: Where = st
         upstream=upstream,
         batching=_overlaid(settings.batching, own),
         input=_overlaid(settings.input, own),
-        is_cached=settings.cache.enabled if own.cache is None else own.cache,
+        is_cached=upstream.cache,
         is_cached_by_owner=settings.cache.scope == "owner",
         body_bytes_max=own.body_bytes_max or settings.gateway.body_bytes_max,
         task_tiers=frozenset(
@@ -95,7 +96,7 @@ def resolve(settings: Settings, name: str, own: ModelSettings, where: Where = st
 
 def path_of(name: str, own: ModelSettings, key: str, section: str = "upstream") -> str:
     """The path of a setting that a model has: its own, or the one in the section."""
-    return f"{section}.{key}" if getattr(own, key) is None else f"models.{name}.{key}"
+    return f"models.{name}.{key}" if key in own.own else f"{section}.{key}"
 
 
 def tls_files(broker: BrokerSettings) -> TlsFiles:
@@ -129,7 +130,8 @@ def call_timeouts_s(settings: Settings) -> dict[str, float]:
     """How long one attempt may take, by the path of the setting that says so."""
     models = settings.models or {settings.model: ModelSettings()}
     return {
-        path_of(name, own, "timeout_s"): own.timeout_s or settings.upstream.timeout_s for name, own in models.items()
+        path_of(name, own, "timeout_s"): own.own.get("timeout_s", settings.upstream.timeout_s)
+        for name, own in models.items()
     }
 
 
@@ -164,8 +166,8 @@ def read_password(path: str) -> str:
 
 
 def _overlaid(section: SectionT, own: ModelSettings) -> SectionT:
-    """A section with what the model says itself: its keys are called as those that they stand for."""
-    said = {key: value for key in section.__struct_fields__ if (value := getattr(own, key, None)) is not None}
+    """A section with what the model says of it."""
+    said = {key: own.own[key] for key in section.__struct_fields__ if key in own.own}
     return msgspec.structs.replace(section, **said)
 
 

@@ -4,7 +4,7 @@ Precedence: flags over `CARPOOL_<SECTION>_<KEY>` environment over `carpool.toml`
 Unknown keys are errors. `docs/configuration.md` is generated from this file by `make docs`.
 """
 
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -167,6 +167,9 @@ class UpstreamSettings(Section, frozen=True):
     header_files: Annotated[
         list[str], doc("further secret headers, each as `NAME=FILE` with its value in the file")
     ] = []
+    cache: Annotated[
+        bool, doc("its answers do not vary: results are kept (`[cache]`), and identical requests are coalesced")
+    ] = False
     inputs_field: Annotated[FieldName, doc("`json`: field of the call that holds the inputs")] = "inputs"
     outputs_field: Annotated[FieldName, doc("`json`: field of the answer that holds the outputs")] = "outputs"
     parameters_field: Annotated[FieldName, doc("`json`: field of the call for the parameters")] = "parameters"
@@ -362,7 +365,6 @@ class SheddingSettings(Section, frozen=True):
 class CacheSettings(Section, frozen=True):
     """Results that are kept, and identical requests that are coalesced. For models whose answers do not vary."""
 
-    enabled: Annotated[bool, doc("whether models use it that do not say so themselves (`models.….cache`)")] = False
     ttl_s: Annotated[Seconds, doc("how long a result is kept")] = 300.0
     bytes_max: Annotated[
         Count, doc("bytes of results kept in each gateway; and once more in Redis, where there is one")
@@ -508,38 +510,19 @@ class KeySettings(Section, frozen=True):
 
 
 class ModelSettings(Section, frozen=True):
-    """One model. What is not set here comes from the sections above."""
+    """One model: these, and every key of `[upstream]`, `[batching]` and `[input]`, which goes before what those say."""
 
-    endpoints: Annotated[list[str] | None, doc("as `upstream.endpoints`", url=True)] = None
-    protocol: Annotated[ProtocolName | None, doc("as `upstream.protocol`")] = None
-    slots: Annotated[Slots | None, doc("as `upstream.slots`")] = None
-    model_version: Annotated[str | None, doc("as `upstream.model_version`")] = None
-    tensor_name: Annotated[str | None, doc("as `upstream.tensor_name`")] = None
-    tensor_datatype: Annotated[DatatypeName | None, doc("as `upstream.tensor_datatype`")] = None
-    tensor_shape: Annotated[TensorShape | None, doc("as `upstream.tensor_shape`")] = None
-    tensor_binary: Annotated[bool | None, doc("as `upstream.tensor_binary`")] = None
-    completion_output: Annotated[Literal["choice", "text"] | None, doc("as `upstream.completion_output`")] = None
-    bytes_as: Annotated[BytesForm | None, doc("as `upstream.bytes_as`")] = None
     default_mode: Annotated[ModeName | None, doc("as `gateway.default_mode`, before what a tier says")] = None
-    timeout_s: Annotated[Seconds | None, doc("as `upstream.timeout_s`")] = None
-    max_batch: Annotated[BatchSize | None, doc("as `batching.max_batch`")] = None
-    batch_bytes_max: Annotated[BatchBytes | None, doc("as `batching.batch_bytes_max`")] = None
     body_bytes_max: Annotated[BodyBytes | None, doc("as `gateway.body_bytes_max`")] = None
-    cache: Annotated[bool | None, doc("as `cache.enabled`")] = None
-    input_bytes_max: Annotated[Whole | None, doc("as `input.input_bytes_max`")] = None
-    deny_patterns: Annotated[list[str] | None, doc("as `input.deny_patterns`; `[]`: none")] = None
-    probe_input: Annotated[str | None, doc('as `upstream.probe_input`; `""`: none')] = None
-    load_header: Annotated[str | None, doc('as `upstream.load_header`; `""`: none')] = None
-    load_metrics_url: Annotated[str | None, doc('as `upstream.load_metrics_url`; `""`: none', url=True)] = None
-    load_metric: Annotated[str | None, doc("as `upstream.load_metric`")] = None
-    load_metric_max: Annotated[MetricMax | None, doc("as `upstream.load_metric_max`")] = None
-    tls_ca: Annotated[str | None, doc('as `upstream.tls_ca`; `""`: the system\'s authorities')] = None
-    tls_cert: Annotated[str | None, doc('as `upstream.tls_cert`, together with `tls_key`; `""`: none')] = None
-    tls_key: Annotated[str | None, doc("as `upstream.tls_key`")] = None
-    token_file: Annotated[str | None, doc('as `upstream.token_file`; `""`: none')] = None
-    header_files: Annotated[list[str] | None, doc("as `upstream.header_files`; `[]`: none")] = None
+    own: dict[str, Any] = {}
 
 
+# The sections of which a model may say something else; no two have a key of the same name.
+MODEL_SECTIONS: dict[str, type[Section]] = {
+    "upstream": UpstreamSettings,
+    "batching": BatchingSettings,
+    "input": InputSettings,
+}
 DEFAULT_TIERS = (
     TierSettings(name="enterprise", target_ms=50.0, wait_max_ms=1000.0),
     TierSettings(name="paid", target_ms=150.0, wait_max_ms=500.0),

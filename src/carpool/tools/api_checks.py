@@ -12,7 +12,7 @@ from yarl import URL
 
 from carpool.core.finding import Change, Finding, Level
 from carpool.settings import total_timeout_s
-from carpool.settings.schema import ModelSettings, Settings, UpstreamSettings
+from carpool.settings.schema import MODEL_SECTIONS, Settings, UpstreamSettings
 from carpool.upstream.codecs.base import Refusal
 from carpool.upstream.endpoint import UpstreamResponse
 
@@ -80,7 +80,7 @@ class Where(NamedTuple):
 
     def path(self, key: str, section: str = "upstream") -> str:
         """The path of a setting: the model's own, where models have it."""
-        is_own = self.settings.models and key in ModelSettings.__struct_fields__
+        is_own = self.settings.models and section in MODEL_SECTIONS
         return f"models.{self.model}.{key}" if is_own else f"{section}.{key}"
 
 
