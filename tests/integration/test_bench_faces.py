@@ -90,7 +90,7 @@ def gateway(tmp_path_factory: pytest.TempPathFactory, mixed_up: MixedUp) -> Iter
             """
             + "\n".join(limited)
         )
-        with serving(folder, "", "--grpc") as running:
+        with serving(folder, "", "--grpc-port=0") as running:
             yield running
         assert running.log_messages("error") == []
 

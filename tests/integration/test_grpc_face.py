@@ -38,7 +38,7 @@ STREAMS_MAX = 20
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GatewayProcess]:
     """One that answers soon."""
     settings = {"gateway.body_bytes_max": 100_000}
-    with serving(tmp_path_factory.mktemp("gateway"), SIM, "--grpc", settings=settings) as running:
+    with serving(tmp_path_factory.mktemp("gateway"), SIM, "--grpc-port=0", settings=settings) as running:
         yield running
         assert running.log_messages("error") == []
 
@@ -72,7 +72,7 @@ def slow(tmp_path_factory: pytest.TempPathFactory, gpu: HeldGpu) -> Iterator[Gat
         """
     )
     settings = PATIENT | {"carpool.face.http.places.STREAMS_MAX": STREAMS_MAX}
-    with serving(folder, gpu.url, "--grpc", "--slots", "1", "--max-batch", "1", settings=settings) as running:
+    with serving(folder, gpu.url, "--grpc-port=0", "--slots", "1", "--max-batch", "1", settings=settings) as running:
         yield running
 
 
@@ -448,7 +448,7 @@ class TestTools:
 class TestDrain:
     def test_what_came_is_answered(self, tmp_path: Path, gpu: HeldGpu) -> None:
         gpu.hold()
-        with serving(tmp_path, gpu.url, "--grpc", "--slots", "4", settings=PATIENT) as gateway:
+        with serving(tmp_path, gpu.url, "--grpc-port=0", "--slots", "4", settings=PATIENT) as gateway:
             with grpc_client(gateway.grpc_port) as client:
                 asked = message("grpc.health.v1.HealthCheckRequest")()
                 watching = client.method("grpc.health.v1.Health/Watch")(asked, timeout=PATIENCE_S)
@@ -496,7 +496,7 @@ def test_tls_and_another_certificate(tmp_path: Path, certificates: Certificates)
             return False
 
     show("server")
-    with serving(tmp_path / "g", SIM, "--grpc", "--tls-cert", str(cert), "--tls-key", str(key)) as gateway:
+    with serving(tmp_path / "g", SIM, "--grpc-port=0", "--tls-cert", str(cert), "--tls-key", str(key)) as gateway:
         trusted = grpc.ssl_channel_credentials(Path(certificates.pem("ca")).read_bytes())
         with grpc_client(gateway.grpc_port, trusted) as client:
             assert client.predict().output == b'"cba"'

@@ -24,7 +24,7 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GatewayProcess
     folder = tmp_path_factory.mktemp("gateway")
     with tensor_gpu(latency_ms=20, slots=2) as gpu:
         (folder / "carpool.toml").write_text(CONFIGURATION.format(port=gpu.ports[0]))
-        with serving(folder, "", "--grpc") as running:
+        with serving(folder, "", "--grpc-port=0") as running:
             yield running
             assert running.log_messages("error") == []
 

@@ -35,13 +35,13 @@ async def gateways(
     """Where clients come in, and all processes: one alone, or two gateways and two batchers."""
     settings = {**SETTINGS, "tracking.path": str(directory / "tracking.db")}
     if redis is None:
-        async with running_gateway(directory, upstream.url, "--grpc", settings=settings) as alone:
+        async with running_gateway(directory, upstream.url, "--grpc-port=0", settings=settings) as alone:
             yield [alone], [alone]
         return
     settings |= {"broker.namespace": directory.name}
     async with fleet_over(directory, redis.url, settings) as fleet:
         for _ in range(2):
-            await fleet.add("gateway", "--grpc")
+            await fleet.add("gateway", "--grpc-port=0")
             await fleet.add("batcher", "--upstream", upstream.url)
         await fleet.wait_until_ready()
         shedders = [place.process for place in fleet.gateways]

@@ -37,7 +37,7 @@ def gateway(tmp_path_factory: pytest.TempPathFactory, gpu: HeldGpu) -> Iterator[
     (directory / "carpool.toml").write_text(times + upstream + "".join(models))
     gpu.hold()
     free = {"broker.queue_timeout_s": None, "broker.total_timeout_s": None, "upstream.timeout_s": None}
-    with serving(directory, "", "--grpc", "--max-batch=1", settings=free) as running:
+    with serving(directory, "", "--grpc-port=0", "--max-batch=1", settings=free) as running:
         yield running
 
 

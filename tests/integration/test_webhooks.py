@@ -74,7 +74,10 @@ class TestDelivery:
             assert "410" in line and "canary" not in line
 
     async def test_a_task_that_came_over_grpc(self, tmp_path: Path) -> None:
-        async with receiver() as hooks, running_gateway(tmp_path, SIM, "--grpc", settings=allowing(hooks)) as gateway:
+        async with (
+            receiver() as hooks,
+            running_gateway(tmp_path, SIM, "--grpc-port=0", settings=allowing(hooks)) as gateway,
+        ):
             asked = message("SubmitRequest")(request={"input_json": '"abc"'}, callback_url=hooks.url)
             with grpc_client(gateway.grpc_port) as client:
                 task_id = client.method("Submit")(asked, timeout=PATIENCE_S).task_id

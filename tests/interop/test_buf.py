@@ -19,7 +19,7 @@ def buf_curl(port: int, *arguments: str) -> "subprocess.CompletedProcess[str]":
 
 
 def test_buf_curl(tmp_path: Path) -> None:
-    with serving(tmp_path, SIM, "--grpc") as gateway:
+    with serving(tmp_path, SIM, "--grpc-port=0") as gateway:
         port = gateway.grpc_port
 
         def ask(method: str, **fields: Any) -> "subprocess.CompletedProcess[str]":

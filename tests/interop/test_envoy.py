@@ -63,7 +63,7 @@ def gpu() -> Iterator[HeldGpu]:
 @pytest.fixture(scope="module")
 def gateway(tmp_path_factory: pytest.TempPathFactory, gpu: HeldGpu) -> Iterator[GatewayProcess]:
     settings = SETTINGS | {"limits.streams": 2}
-    with serving(tmp_path_factory.mktemp("gateway"), gpu.url, "--grpc", settings=settings) as running:
+    with serving(tmp_path_factory.mktemp("gateway"), gpu.url, "--grpc-port=0", settings=settings) as running:
         yield running
 
 

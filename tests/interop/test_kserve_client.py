@@ -16,7 +16,7 @@ def test_kserve_client(tmp_path: Path) -> None:
     python = environment_python("kserve")
     with tensor_gpu(latency_ms=20, slots=2) as gpu:
         (tmp_path / "carpool.toml").write_text(CONFIGURATION.format(port=gpu.ports[0]))
-        with serving(tmp_path, "", "--grpc") as gateway:
+        with serving(tmp_path, "", "--grpc-port=0") as gateway:
             addresses = f"http://127.0.0.1:{gateway.port}", f"127.0.0.1:{gateway.grpc_port}"
             command = [str(python), str(PROGRAM), *addresses]
             done = subprocess.run(command, check=False, timeout=2 * PATIENCE_S, capture_output=True, text=True)

@@ -30,7 +30,7 @@ def run(transport: str, *arguments: str) -> Any:
 def test_tritonclient(tmp_path: Path, transport: str) -> None:
     with tensor_gpu(latency_ms=50, slots=2) as gpu:
         (tmp_path / "carpool.toml").write_text(CONFIGURATION.format(port=gpu.ports[0]))
-        with serving(tmp_path, "", "--grpc", settings={"shedding.mode": "off"}) as gateway:
+        with serving(tmp_path, "", "--grpc-port=0", settings={"shedding.mode": "off"}) as gateway:
             url = f"127.0.0.1:{gateway.port if transport == 'http' else gateway.grpc_port}"
             values = run(transport, url)
             before = gpu.total()

@@ -20,7 +20,6 @@ from carpool.settings import (
     admin_port,
     broker_address,
     dump_toml,
-    grpc_port,
     load_settings,
     models_of,
     require_for,
@@ -163,10 +162,8 @@ class TestRefusals:
             ("[tasks]\ndata_dir = ''", ["tasks.data_dir (carpool.toml) must name a directory"]),
             ("[gateway]\nport = 9\nadmin_port = 9", ["gateway.admin_port (carpool.toml) must differ"]),
             ("[gateway]\nport = 65535", ["gateway.port (carpool.toml)", "give gateway.admin_port"]),
-            ("[gateway]\nport = 65534\ngrpc = true", ["gateway.port (carpool.toml)", "give gateway.grpc_port"]),
             ("[gateway]\nport = 9\ngrpc_port = 9", ["gateway.grpc_port (carpool.toml)", "another face"]),
             ("[gateway]\nport = 9\ngrpc_port = 10", ["gateway.grpc_port (carpool.toml)", "another face"]),
-            ("[gateway]\ngrpc = true\nprocesses = 2", ["gateway.grpc (carpool.toml)", "needs gateway.grpc_port"]),
         ],
     )
     def test_in_the_file(self, toml: str, parts: list[str]) -> None:
@@ -550,19 +547,6 @@ class TestModels:
     )
     def test_the_port_for_operators(self, port: int, admin: int | None, expected: int) -> None:
         assert admin_port(load({"gateway.port": port, "gateway.admin_port": admin}).gateway) == expected
-
-    @pytest.mark.parametrize(
-        ("said", "expected"),
-        [
-            ({}, None),
-            ({"gateway.grpc": True}, 8002),
-            ({"gateway.grpc": True, "gateway.port": 0}, 0),
-            ({"gateway.grpc_port": 9}, 9),
-            ({"gateway.grpc_port": 0}, 0),
-        ],
-    )
-    def test_grpc_port(self, said: dict[str, Any], expected: int | None) -> None:
-        assert grpc_port(load(said).gateway) == expected
 
 
 class TestLoad:

@@ -32,7 +32,7 @@ from carpool.face.http.task_events import TaskEvents
 from carpool.face.http.tickets import Tickets
 from carpool.face.intake import WAIT_MS_MAX
 from carpool.service import ModelFace
-from carpool.settings import Settings, grpc_port, total_timeout_s
+from carpool.settings import Settings, total_timeout_s
 
 if TYPE_CHECKING:
     from carpool.face.grpc.health import CheckReady
@@ -122,8 +122,8 @@ class Faces:
     async def start(self, listening: socket.socket | None, check_ready: "CheckReady") -> None:
         """Serve clients, on a socket that other processes share if one is given."""
         gateway = self._runtime.settings.gateway
-        if (own_port := grpc_port(gateway)) is not None:
-            await self._start_grpc(own_port, check_ready)
+        if gateway.grpc_port is not None:
+            await self._start_grpc(gateway.grpc_port, check_ready)
         for server in self.servers:
             self._runtime.opened.push_async_callback(close_server, server)
         self._runtime.do_every(SAMPLE_S, Sampler(self.http.state, self._runtime.seconds).take)

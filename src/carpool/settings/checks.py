@@ -20,7 +20,6 @@ from carpool.settings.resolution import (
     admin_port,
     broker_address,
     call_timeouts_s,
-    grpc_port,
     is_loopback,
     models_of,
     path_of,
@@ -214,7 +213,9 @@ def _check_gateway(gateway: GatewaySettings, where: Where) -> None:
         raise ConfigError(f"{where('gateway.admin_port')} must differ from gateway.port")
     if admin_port(gateway) > 65535:
         raise ConfigError(f"{where('gateway.port')} leaves no port after it: give gateway.admin_port too")
-    _check_grpc(gateway, where)
+    port, admin = gateway.grpc_port, admin_port(gateway)
+    if port and (port == gateway.port or (admin and admin <= port < admin + gateway.processes)):
+        raise ConfigError(f"{where('gateway.grpc_port')} is the port of another face: give another one")
     _check_proxies(gateway.trusted_proxies, where("gateway.trusted_proxies"))
     for origin in gateway.cors_origins:
         if not _ORIGIN.fullmatch(origin):
@@ -223,21 +224,6 @@ def _check_gateway(gateway: GatewaySettings, where: Where) -> None:
     files = TlsFiles("", gateway.tls_cert, gateway.tls_key)
     _check_files(files, lambda key: where(f"gateway.{key}"))
     _check_context(files, lambda key: where(f"gateway.{key}"))
-
-
-def _check_grpc(gateway: GatewaySettings, where: Where) -> None:
-    port = grpc_port(gateway)
-    if not port:
-        return
-    if gateway.grpc_port is None and gateway.processes > 1:
-        says = "needs gateway.grpc_port (--grpc-port) where several processes share it: `port` + 2 is an admin port"
-        raise ConfigError(f"{where('gateway.grpc')} {says}")
-    place = where("gateway.port" if gateway.grpc_port is None else "gateway.grpc_port")
-    if port > 65535:
-        raise ConfigError(f"{place} leaves no port for gRPC: give gateway.grpc_port too")
-    admin = admin_port(gateway)
-    if port == gateway.port or (admin and admin <= port < admin + gateway.processes):
-        raise ConfigError(f"{place} makes the gRPC port {port}, which is that of another face: give another one")
 
 
 def _check_proxies(proxies: list[str], where: str) -> None:

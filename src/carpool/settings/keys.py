@@ -14,7 +14,6 @@ FLAGS = {
     "gateway.port": "--port",
     "gateway.admin_host": "--admin-host",
     "gateway.admin_port": "--admin-port",
-    "gateway.grpc": "--grpc",
     "gateway.grpc_port": "--grpc-port",
     "gateway.tls_cert": "--tls-cert",
     "gateway.tls_key": "--tls-key",

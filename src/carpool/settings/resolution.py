@@ -119,13 +119,6 @@ def admin_port(gateway: GatewaySettings) -> int:
     return gateway.port + 1 if gateway.port else 0
 
 
-def grpc_port(gateway: GatewaySettings) -> int | None:
-    """The port for gRPC; 0 picks a free one, None: there is no gRPC."""
-    if gateway.grpc_port is not None or not gateway.grpc:
-        return gateway.grpc_port
-    return gateway.port + 2 if gateway.port else 0
-
-
 def call_timeouts_s(settings: Settings) -> dict[str, float]:
     """How long one attempt may take, by the path of the setting that says so."""
     models = settings.models or {settings.model: ModelSettings()}

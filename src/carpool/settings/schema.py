@@ -64,13 +64,9 @@ class GatewaySettings(Section, frozen=True):
             "gets 403, so that no web page can reach it through a browser"
         ),
     ] = []
-    grpc: Annotated[bool, doc("serve gRPC too, at `grpc_port`")] = False
     grpc_port: Annotated[
         Port | None,
-        doc(
-            "port for gRPC, which turns it on; by default `port` + 2, but several processes share one that must be "
-            "given; 0 picks a free one"
-        ),
+        doc("port for gRPC; by default there is none; 0 picks a free one; several processes share it"),
     ] = None
     default_mode: Annotated[
         ModeName,

@@ -133,7 +133,7 @@ class GrpcGenerator(LoadGenerator):
                 for channel in self._channels:
                     await channel.channel_ready()
         except TimeoutError:
-            raise ConnectionError("no gRPC there; `carpool serve --grpc` has it on its port + 2") from None
+            raise ConnectionError("no gRPC there; `carpool serve --grpc-port PORT` has it") from None
         except OSError as fault:
             raise ConnectionError(os.strerror(fault.errno) if fault.errno else str(fault)) from None
         await super().open()
