@@ -29,7 +29,8 @@ from carpool.upstream.dispatch import UpstreamDispatcher
 from carpool.upstream.endpoint import AttemptFailedError, Endpoint
 from carpool.upstream.fleet import Address, Endpoints, Fleet, MakeEndpoint
 from carpool.upstream.grpc_endpoint import GrpcEndpoint
-from carpool.upstream.health import BREAKERS, STATES, HasPages, HealthWatch, LoadSource, breaker_shown, state_of
+from carpool.upstream.health import BREAKERS, STATES, HasPages, HealthWatch, breaker_shown, state_of
+from carpool.upstream.load import parse_load_source
 from carpool.upstream.pool import AskHealth, EndpointState, Pool
 from carpool.upstream.quarantine import Quarantine
 from carpool.upstream.same import merge_same
@@ -518,13 +519,11 @@ def make_fleet(
         )
 
     def make_watch(pool: Pool) -> HealthWatch:
-        source = LoadSource(upstream.load_metrics_url, upstream.load_metric, upstream.load_metric_max)
-        load_source = source if upstream.load_metrics_url else None
         return HealthWatch(
             pool,
             health_path=health_path,
             interval_s=HEALTH_INTERVAL_S,
-            load_source=load_source,
+            load_source=parse_load_source(upstream.load_metrics_url) if upstream.load_metrics_url else None,
             clock=clock,
             random_share=random_share,
         )

@@ -28,7 +28,7 @@ STALLS, STALL_S = 10, 0.8
 
 
 def tracked_in(path: Path) -> dict[str, object]:
-    return {"tracking.store": "sqlite", "tracking.path": str(path), "shedding.mode": "off"}
+    return {"tracking.store": "sqlite", "tasks.data_dir": str(path.parent), "shedding.mode": "off"}
 
 
 def all_rows(paths: Sequence[Path]) -> Counter[str]:
@@ -96,7 +96,7 @@ async def test_over_redis_all_sums_agree(tmp_path: Path, redis_server: RedisServ
     async with fleet_over(tmp_path, redis_server.url, {"broker.namespace": tmp_path.name}) as fleet:
         for number in range(2):
             for role, flags in (("gateway", []), ("batcher", ["--upstream", SIM])):
-                paths.append(tmp_path / f"{role}-{number}.db")
+                paths.append(tmp_path / f"{role}-{number}" / "tracking.db")
                 await fleet.add(role, *flags, settings=tracked_in(paths[-1]))
         await fleet.wait_until_ready()
         both = await asyncio.gather(*(bench(port, tmp_path / f"report-{port}.json") for port in fleet.ports()))
@@ -133,7 +133,7 @@ async def test_over_redis_a_kill_costs_a_second_of_the_dead(tmp_path: Path, redi
         path_of: dict[Place, Path] = {}
         for number in range(2):
             for role, flags in (("gateway", []), ("batcher", ["--upstream", SIM])):
-                path = tmp_path / f"{role}-{number}.db"
+                path = tmp_path / f"{role}-{number}" / "tracking.db"
                 path_of[await fleet.add(role, *flags, settings=tracked_in(path))] = path
         await fleet.wait_until_ready()
         alive = list(fleet.gateways)
@@ -172,7 +172,7 @@ async def test_over_redis_a_kill_costs_a_second_of_the_dead(tmp_path: Path, redi
 async def test_over_redis_stalls_cost_no_record(tmp_path: Path) -> None:
     """Replies that a stall had swallowed were asked for again, and then no process counted: 80 of 967 had no record."""
     async with running_redis(tmp_path / "redis") as redis, fleet_over(tmp_path, redis.url, {}) as fleet:
-        paths = [tmp_path / f"{number}.db" for number in range(3)]
+        paths = [tmp_path / str(number) / "tracking.db" for number in range(3)]
         await fleet.add("gateway", settings=tracked_in(paths[0]))
         for path in paths[1:]:
             await fleet.add("batcher", "--upstream", SIM, settings=tracked_in(path))

@@ -136,6 +136,10 @@ async def upstream() -> AsyncIterator[ScriptedUpstream]:
         yield upstream
 
 
+def named(service: str) -> dict[str, object]:
+    return {"tracing.resource_attributes": f"service.name={service}"}
+
+
 @asynccontextmanager
 async def fleet(
     directory: Path, rotel: Rotel, upstream: ScriptedUpstream, redis: RedisServer, **more: object
@@ -150,8 +154,8 @@ async def fleet(
     settings |= {name if "." in name else f"tracing.{name}": value for name, value in more.items()}
     at = ("--upstream", upstream.url)
     async with (
-        running_role(directory, "batcher", *at, settings=settings | {"tracing.service_name": "batcher"}) as batcher,
-        running_role(directory, "gateway", settings=settings | {"tracing.service_name": "gateway"}) as gateway,
+        running_role(directory, "batcher", *at, settings=settings | named("batcher")) as batcher,
+        running_role(directory, "gateway", settings=settings | named("gateway")) as gateway,
     ):
 
         async def is_ready() -> bool:

@@ -98,7 +98,7 @@ def draw(gateway: GatewayProcess, pictures: dict[Path, list[str]]) -> None:
 
 def said(*command: str, cwd: Path) -> str:
     """What a command prints that knows where records are kept."""
-    kept = {"CARPOOL_TRACKING_STORE": "sqlite", "CARPOOL_TRACKING_PATH": str(cwd / "tracking.db")}
+    kept = {"CARPOOL_TRACKING_STORE": "sqlite", "CARPOOL_TASKS_DATA_DIR": str(cwd)}
     done = carpool(*command, cwd=cwd, **kept)
     assert done.returncode == 0, done.stderr
     return done.stdout

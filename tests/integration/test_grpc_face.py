@@ -37,7 +37,7 @@ STREAMS_MAX = 20
 @pytest.fixture(scope="module")
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GatewayProcess]:
     """One that answers soon."""
-    settings = {"gateway.body_bytes_max": 100_000}
+    settings = {"input.body_bytes_max": 100_000}
     with serving(tmp_path_factory.mktemp("gateway"), SIM, "--grpc-port=0", settings=settings) as running:
         yield running
         assert running.log_messages("error") == []

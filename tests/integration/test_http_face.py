@@ -323,7 +323,7 @@ def test_a_waiting_task_is_cancelled(idle: GatewayProcess, gpu: HeldGpu) -> None
 
 
 def test_tasks_by_default_that_are_forgotten_when_read_and_that_fail(tmp_path: Path) -> None:
-    settings = {"gateway.default_mode": "async", "tasks.forget_after_read": "true"}
+    settings = {"input.default_mode": "async", "tasks.forget_after_read": "true"}
     with serving(tmp_path, "sim:?latency_ms=1&slots=4&poison=bad", settings=settings) as gateway:
         assert ask(gateway.port, "POST", "/v1/inference", {"input": "a", "mode": "sync"}).status == 200
         response = ask(gateway.port, "POST", "/v1/inference", {"input": "abc"})

@@ -173,7 +173,7 @@ class TestWithAGateway:
 
     def test_a_gateway_that_makes_tasks_of_what_says_nothing_else(self, tmp_path: Path) -> None:
         with (
-            serving(tmp_path, settings={"gateway.default_mode": "async"}) as running,
+            serving(tmp_path, settings={"input.default_mode": "async"}) as running,
             Client(f"http://127.0.0.1:{running.port}") as client,
         ):
             assert client.predict("abc").output == "cba"

@@ -238,7 +238,7 @@ async def test_refused_tasks_of_processes_have_no_row_and_no_webhook(tmp_path: P
         {"broker.replicas": 1},
     )
     async with running_redis(tmp_path / "redis") as redis, receiver() as hooks:
-        settings = allowing(hooks) | given | {"tracking.store": "sqlite", "tracking.path": str(path)}
+        settings = allowing(hooks) | given | {"tracking.store": "sqlite", "tasks.data_dir": str(tmp_path)}
         flags = ("--broker", redis.url, "--upstream", SIM)
         async with running_role(tmp_path, "serve", *flags, settings=settings) as process:
             answers = await asyncio.gather(*(submit(process.port, hooks.url, f"text {n}") for n in range(20)))

@@ -33,7 +33,7 @@ async def gateways(
     directory: Path, upstream: ScriptedUpstream, redis: RedisServer | None
 ) -> AsyncIterator[tuple[list[GatewayProcess], list[GatewayProcess]]]:
     """Where clients come in, and all processes: one alone, or two gateways and two batchers."""
-    settings = {**SETTINGS, "tracking.path": str(directory / "tracking.db")}
+    settings = {**SETTINGS, "tasks.data_dir": str(directory)}
     if redis is None:
         async with running_gateway(directory, upstream.url, "--grpc-port=0", settings=settings) as alone:
             yield [alone], [alone]

@@ -35,6 +35,10 @@ REQUEST = "POST /v1/inference"
 SLOW_SHARE = "carpool.composition.tracing.SLOW_SHARE"
 
 
+def named(service: str) -> dict[str, Any]:
+    return {"tracing__resource_attributes": [f"service.name={service}"]}
+
+
 @asynccontextmanager
 async def running(
     role: Role, upstream: ScriptedUpstream, taking: Receiver | None, **more: Any
@@ -88,7 +92,7 @@ def metric(process: Process, name: str) -> Any:
 async def test_a_callers_trace_goes_on_and_the_upstream_gets_the_batchs(
     upstream: ScriptedUpstream, taking: Receiver
 ) -> None:
-    async with running("serve", upstream, taking, tracing__sample_ratio=0, tracing__service_name="mine") as process:
+    async with running("serve", upstream, taking, tracing__sample_ratio=0, **named("mine")) as process:
         answer = await ask(process, headers=ASKED)
     request, queue = one(taking.named(REQUEST)), one(taking.named("queue"))
     batch, attempt = one(taking.named("batch")), one(taking.named("attempt"))
@@ -243,8 +247,8 @@ async def test_over_redis_the_gateway_writes_the_request_and_the_batcher_the_bat
     broker = {"broker__url": redis_server.url, "broker__namespace": f"traces-{secrets.token_hex(4)}"}
     both = {**broker, "tracing__sample_ratio": 0}
     async with (
-        running("batcher", upstream, taking, **both, tracing__service_name="batcher"),
-        running("gateway", upstream, taking, **both, tracing__service_name="gateway") as gateway,
+        running("batcher", upstream, taking, **both, **named("batcher")),
+        running("gateway", upstream, taking, **both, **named("gateway")) as gateway,
     ):
         await ask(gateway, headers=ASKED)
         await ask(gateway, headers=NOT_ASKED)

@@ -42,6 +42,7 @@ model = "words"
 port = 0
 admin_port = 0
 grpc_port = 0
+[input]
 body_bytes_max = 4194304
 [log]
 format = "json"

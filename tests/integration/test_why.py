@@ -132,8 +132,7 @@ async def test_over_redis_any_gateway_tells_the_same(tmp_path: Path, redis_serve
 
 
 async def test_what_memory_has_lost_is_told_from_tracking(tmp_path: Path, redis_server: RedisServer) -> None:
-    path = tmp_path / "tracking.db"
-    settings = {"broker.namespace": tmp_path.name, "tracking.store": "sqlite", "tracking.path": str(path)}
+    settings = {"broker.namespace": tmp_path.name, "tracking.store": "sqlite", "tasks.data_dir": str(tmp_path)}
     async with scripted_upstream() as upstream, fleet_over(tmp_path, redis_server.url, settings) as fleet:
         place = await fleet.add("gateway")
         batcher = await fleet.add("batcher", "--upstream", upstream.url)

@@ -231,11 +231,8 @@ async def test_health_and_the_metrics_page(triton: Triton, tmp_path: Path) -> No
             page = (await ask_once(triton.metrics_port, "GET", "/metrics")).body.decode()
             [found] = re.findall(r"^nv_cpu_memory_total_bytes (\S+)$", page, re.MULTILINE)
             total = float(found)
-    settings = triton.settings("json").replace(
-        "timeout_s = 20",
-        f'timeout_s = 20\nload_metrics_url = ":{triton.metrics_port}/metrics"\n'
-        f'load_metric = "nv_cpu_memory_total_bytes"\nload_metric_max = {total * 4}',
-    )
+    metric = f":{triton.metrics_port}/metrics#nv_cpu_memory_total_bytes/{total * 4:.0f}"
+    settings = triton.settings("json").replace("timeout_s = 20", f'timeout_s = 20\nload_metrics_url = "{metric}"')
     (tmp_path / "carpool.toml").write_text(settings)
     async with running_gateway(tmp_path, "") as gateway:
 

@@ -12,8 +12,10 @@ CONFIGURATION = """
 model = "mirror"
 
 [gateway]
-body_bytes_max = 16777216
 receive_timeout_s = 60
+
+[input]
+body_bytes_max = 16777216
 
 [upstream]
 endpoints = ["http://127.0.0.1:{port}"]

@@ -12,7 +12,7 @@ from carpool.composition.serving import Serving, make_broker
 from carpool.core.ports import DeadLetters, OtherBatchers
 from carpool.core.request import Request
 from carpool.settings import Settings
-from carpool.settings.schema import BatchingSettings, BrokerSettings, ModelSettings, SheddingSettings, UpstreamSettings
+from carpool.settings.schema import BatchingSettings, BrokerSettings, SheddingSettings, UpstreamSettings
 from carpool.testing import (
     FakeClock,
     FakeUpstream,
@@ -61,7 +61,7 @@ class Stand:
         by_name = {f"http://gpu-{number}/": upstream for number, upstream in enumerate(upstreams)}
         settings = Settings(
             model="m",
-            models={"m": ModelSettings(own={"cache": is_cached})},
+            models={"m": {"cache": is_cached}},
             batching=BatchingSettings(policy="fixed", max_batch=max_batch, max_wait_ms=5.0),
             broker=BrokerSettings(waiting_max=1000),
             upstream=UpstreamSettings(endpoints=list(by_name), attempts=attempts),

@@ -7,7 +7,7 @@ import pytest
 
 from carpool.settings import Settings, models_of
 from carpool.settings.dump import changes_toml
-from carpool.settings.schema import ModelSettings, UpstreamSettings
+from carpool.settings.schema import UpstreamSettings
 from carpool.tools.api_checks import (
     ELEMENTS_MAX,
     HEARD_CHARS_MAX,
@@ -101,7 +101,7 @@ def test_the_protocols_own_path_is_named() -> None:
 
 
 def test_credentials_that_are_configured_are_named() -> None:
-    where = Where(Settings(models={"m": ModelSettings()}), "m", UpstreamSettings(token_file="t"))
+    where = Where(Settings(models={"m": {}}), "m", UpstreamSettings(token_file="t"))
     assert "models.m.token_file" in check_status(Tried(1, 0.1, UpstreamResponse(401, b"")), where, "/", []).do
 
 

@@ -14,11 +14,11 @@ from carpool.upstream.fleet import Address, Fleet
 from carpool.upstream.health import (
     FAILED_PROBES_MAX,
     HealthWatch,
-    LoadSource,
     endpoint_state,
     healthy_slots,
     state_of,
 )
+from carpool.upstream.load import LoadSource
 from carpool.upstream.pool import EndpointState, Pool
 
 WALL = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC).timestamp()

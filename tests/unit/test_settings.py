@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from carpool.composition.process import changed_for_the_next_start
+from carpool.composition.tracing import resource_of
 from carpool.core.names import Role
 from carpool.service import IN_FLIGHT_BYTES_MAX
 from carpool.settings import (
@@ -28,7 +29,8 @@ from carpool.settings import (
 )
 from carpool.settings.endpoints import ENDPOINTS_MAX, expand_endpoints
 from carpool.settings.keys import FLAGS, KEYS, VARIABLES, model_keys, section_keys
-from carpool.settings.schema import ModelSettings, TierSettings
+from carpool.settings.schema import TierSettings
+from carpool.upstream.load import parse_load_source
 from carpool.upstream.tls import UpstreamSecurity
 
 
@@ -103,14 +105,14 @@ class TestOrigins:
 
 class TestPrecedence:
     def test_flags_over_environment_over_file_over_defaults(self) -> None:
-        toml = "[gateway]\nport = 1001\nhost = 'file'\nbody_bytes_max = 4\n[batching]\nmax_batch = 7"
+        toml = "[gateway]\nport = 1001\nhost = 'file'\nidle_timeout_s = 9\n[batching]\nmax_batch = 7"
         env = {"CARPOOL_GATEWAY_PORT": "1002", "CARPOOL_GATEWAY_HOST": "env"}
         settings = load({"gateway.port": 1003, "gateway.host": None}, env, toml)
         assert settings.gateway.port == 1003
         assert settings.gateway.host == "env"
-        assert settings.gateway.body_bytes_max == 4
+        assert settings.gateway.idle_timeout_s == 9
         assert settings.batching.max_batch == 7
-        assert settings.gateway.idle_timeout_s == 75.0
+        assert settings.gateway.receive_timeout_s == 10.0
 
     def test_every_key_can_be_set_by_a_variable_of_its_own(self) -> None:
         assert len(VARIABLES) == len(KEYS)
@@ -530,7 +532,6 @@ class TestModels:
     def test_a_key_of_a_model_is_that_of_one_section(self) -> None:
         names = [key.name for key in model_keys("")]
         assert len(names) == len(set(names))
-        assert set(names) & set(ModelSettings.__struct_fields__) == {"body_bytes_max", "default_mode"}
 
     def test_a_model_may_say_anything_of_its_sections(self) -> None:
         fields = "inputs_field = 'in'\npolicy = 'fixed'\ninput_bytes_max = 9\nattempts = 1"
@@ -550,19 +551,33 @@ class TestModels:
 
 
 class TestLoad:
-    @pytest.mark.parametrize("url", ["metrics", "8002/metrics", ":8002", "http://host", "ftp://host/m", "http://u@h/m"])
-    def test_what_is_no_page_of_metrics(self, url: str) -> None:
-        text = refusal(flags={"upstream.load_metrics_url": url, "upstream.load_metric": "m"})
-        assert text.startswith("upstream.load_metrics_url (flag) must look like /metrics")
+    @pytest.mark.parametrize(
+        ("page", "metric"),
+        [
+            *((page, "m") for page in ("metrics", "8002/metrics", ":8002", "http://host", "ftp://h/m", "http://u@h/m")),
+            *(("/m", metric) for metric in ("", "a b", "m/0", "m/x", "m/-1")),
+        ],
+    )
+    def test_what_is_no_metric(self, page: str, metric: str) -> None:
+        text = refusal(flags={"upstream.load_metrics_url": f"{page}#{metric}"})
+        assert text.startswith("upstream.load_metrics_url (flag) must look like :8002/metrics#")
+
+    @pytest.mark.parametrize(
+        ("text", "source"),
+        [
+            (":8002/metrics#nv_gpu_utilization", (":8002/metrics", "nv_gpu_utilization", 1.0)),
+            ("/metrics#vllm:num_requests_waiting/512", ("/metrics", "vllm:num_requests_waiting", 512.0)),
+            ("https://host/m?a=b#m/0.5", ("https://host/m?a=b", "m", 0.5)),
+        ],
+    )
+    def test_metrics(self, text: str, source: tuple[str, str, float]) -> None:
+        assert parse_load_source(load({"upstream.load_metrics_url": text}).upstream.load_metrics_url) == source
 
     @pytest.mark.parametrize(
         ("toml", "part"),
         [
             ("[upstream]\nload_header = 'X Load'", "upstream.load_header (carpool.toml) must name a header"),
-            ("[upstream]\nload_metric = 'm'", "upstream.load_metric (carpool.toml) needs load_metrics_url beside it"),
-            ("[upstream]\nload_metrics_url = '/m'", "load_metrics_url (carpool.toml) needs load_metric beside it"),
-            ("[upstream]\nload_metric_max = 0", "a number above 0"),
-            ("[models.a]\nload_metric = 'm'", "models.a.load_metric (carpool.toml) needs load_metrics_url beside it"),
+            ("[models.a]\nload_metrics_url = '/m'", "models.a.load_metrics_url (carpool.toml) must look like"),
             ("[models.a]\nload_header = ':'", "models.a.load_header (carpool.toml) must name a header"),
         ],
     )
@@ -746,16 +761,16 @@ class TestTracing:
             "OTEL_RESOURCE_ATTRIBUTES": "service.name=theirs,deployment.environment.name=prod",
         }
         said = load(env=env).tracing
-        assert (said.otlp_endpoint, said.service_name) == ("http://collector:4318", "mine")
-        assert (said.headers, said.resource_attributes) == (
-            ["x-key=a b", "other=c=d"],
-            ["deployment.environment.name=prod"],
-        )
+        assert (said.otlp_endpoint, said.headers) == ("http://collector:4318", ["x-key=a b", "other=c=d"])
+        told = dict(resource_of(said))
+        assert (told["service.name"], told["deployment.environment.name"]) == ("mine", "prod")
         del env["OTEL_SERVICE_NAME"]
-        assert load(env=env).tracing.service_name == "theirs"
-        own = load(env=env, toml='[tracing]\notlp_endpoint = ""\nheaders = ["a=b"]\nservice_name = "own"\n').tracing
-        assert (own.otlp_endpoint, own.headers, own.service_name) == ("", ["a=b"], "own")
-        assert load(env=env | {"CARPOOL_TRACING_SERVICE_NAME": "ours"}).tracing.service_name == "ours"
+        assert dict(resource_of(load(env=env).tracing))["service.name"] == "theirs"
+        assert dict(resource_of(load().tracing))["service.name"] == "carpool"
+        own = load(env=env, toml='[tracing]\notlp_endpoint = ""\nheaders = ["a=b"]\nresource_attributes = []\n').tracing
+        assert (own.otlp_endpoint, own.headers, own.resource_attributes) == ("", ["a=b"], [])
+        ours = load(env=env | {"CARPOOL_TRACING_RESOURCE_ATTRIBUTES": "service.name=ours"}).tracing
+        assert dict(resource_of(ours))["service.name"] == "ours"
 
     @pytest.mark.parametrize(
         ("variable", "value"),

@@ -3,7 +3,7 @@
 import pytest
 
 from carpool.composition.redis_context import task_shards
-from carpool.settings.schema import BrokerSettings, GatewaySettings, ModelSettings, Settings, TaskSettings
+from carpool.settings.schema import BrokerSettings, InputSettings, Settings, TaskSettings
 
 MIB = 2**20
 
@@ -21,7 +21,7 @@ def test_each_has_room_for_some_of_the_largest(
     bytes_max: int, stored_bytes_max: int, body_bytes_max: int, shards: int
 ) -> None:
     broker, tasks = BrokerSettings(bytes_max=bytes_max), TaskSettings(stored_bytes_max=stored_bytes_max)
-    gateway = GatewaySettings(body_bytes_max=body_bytes_max)
-    assert task_shards(Settings(broker=broker, tasks=tasks, gateway=gateway)) == shards
-    models = {"m": ModelSettings(body_bytes_max=body_bytes_max)}
+    sent = InputSettings(body_bytes_max=body_bytes_max)
+    assert task_shards(Settings(broker=broker, tasks=tasks, input=sent)) == shards
+    models = {"m": {"body_bytes_max": body_bytes_max}}
     assert task_shards(Settings(broker=broker, tasks=tasks, models=models)) == shards

@@ -88,7 +88,7 @@ def create(
     per_minute: Annotated[int | None, typer.Option(min=0, max=LIMIT_MAX, help="As limits.per_minute.")] = None,
     burst: Annotated[int | None, typer.Option(min=1, max=LIMIT_MAX, help="As limits.burst.")] = None,
     concurrent: Annotated[int | None, typer.Option(min=0, max=LIMIT_MAX, help="As limits.concurrent.")] = None,
-    default_mode: Annotated[ModeName | None, typer.Option(help="As gateway.default_mode, for this key.")] = None,
+    default_mode: Annotated[ModeName | None, typer.Option(help="As input.default_mode, for this key.")] = None,
     expires: Annotated[
         float | None, typer.Option(metavar="DAYS", min=0, max=36500, help="It is valid for so long.")
     ] = None,

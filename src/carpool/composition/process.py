@@ -208,8 +208,8 @@ def changed_for_the_next_start(old: Settings, new: Settings) -> list[str]:
         upstream = replace(settings.upstream, endpoints=[], slots=1, timeout_s=1.0)
         at_once = {"endpoints", "slots", "timeout_s"}
         models = {
-            name: replace(model, own={key: value for key, value in model.own.items() if key not in at_once})
-            for name, model in settings.models.items()
+            name: {key: value for key, value in own.items() if key not in at_once}
+            for name, own in settings.models.items()
         }
         has_tls = "yes" if settings.gateway.tls_cert else ""
         gateway = replace(settings.gateway, tls_cert=has_tls, tls_key=has_tls)

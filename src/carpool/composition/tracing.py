@@ -93,13 +93,13 @@ def receiver_url(endpoint: str) -> str:
 def resource_of(own: TracingSettings) -> list[tuple[str, str]]:
     """The process that writes the spans."""
     host = socket.gethostname()
-    return [
-        ("service.name", own.service_name),
-        ("service.version", __version__),
-        ("service.instance.id", f"{host}-{os.getpid()}"),
-        ("host.name", host),
-        *pairs_of(own.resource_attributes),
-    ]
+    told = {
+        "service.name": "carpool",
+        "service.version": __version__,
+        "service.instance.id": f"{host}-{os.getpid()}",
+        "host.name": host,
+    }
+    return list((told | dict(pairs_of(own.resource_attributes))).items())
 
 
 def pairs_of(texts: list[str]) -> list[tuple[str, str]]:

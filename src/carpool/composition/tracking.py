@@ -11,7 +11,7 @@ from carpool.composition.runtime import Runtime
 from carpool.core.errors import CarpoolError
 from carpool.core.snapshot import TrackingNumbers
 from carpool.core.timeline import RequestState
-from carpool.settings import ConfigError, Settings, read_password
+from carpool.settings import ConfigError, Settings
 from carpool.tracking.record_view import state_of_record
 from carpool.tracking.recorder import Recorder
 from carpool.tracking.stores import Store, StoreUnusableError
@@ -33,12 +33,11 @@ def make_store(settings: Settings) -> Store | None:
     if tracking.store == "sqlite":
         from carpool.tracking.sqlite import SqliteStore  # here: other stores do not wait for it
 
-        path = Path(tracking.path) if tracking.path else Path(settings.tasks.data_dir) / FILE_NAME
+        path = Path(settings.tasks.data_dir) / FILE_NAME
         return SqliteStore(path, retention_days=tracking.retention_days, bytes_max=tracking.bytes_max)
     from carpool.tracking.postgres import PostgresStore
 
-    password = read_password(tracking.password_file) if tracking.password_file else None
-    return PostgresStore(tracking.url, password=password, retention_days=tracking.retention_days)
+    return PostgresStore(tracking.url, retention_days=tracking.retention_days)
 
 
 async def start_tracking(runtime: Runtime) -> Recorder | None:

@@ -10,7 +10,6 @@ from carpool.settings.resolution import (
     broker_address,
     is_loopback,
     models_of,
-    read_password,
     total_timeout_s,
 )
 from carpool.settings.schema import Settings
@@ -26,7 +25,6 @@ __all__ = [
     "is_loopback",
     "load_settings",
     "models_of",
-    "read_password",
     "require_broker",
     "require_for",
     "require_upstream",

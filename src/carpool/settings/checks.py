@@ -37,6 +37,7 @@ from carpool.settings.schema import (
     UpstreamSettings,
     WebhookSettings,
 )
+from carpool.upstream.load import parse_load_source
 from carpool.upstream.tls import UpstreamSecurity, read_file, read_header_value, read_token
 
 _NAME = re.compile(r"[A-Za-z0-9._:/-]{1,128}")
@@ -44,7 +45,6 @@ _TOKEN = re.compile(r"[\x21-\x7e]+")
 _RECEIVER = re.compile(r"https?://[^\s/?#@]+(?:/[^\s?#]*)?")
 _HEADER = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+=[\x20-\x7e]*[\x21-\x7e]")
 _ORIGIN = re.compile(r"\*|https?://[a-z0-9.-]+(?::[0-9]{1,5})?|https?://\[[0-9a-f:.]+\](?::[0-9]{1,5})?")
-_METRICS_PAGE = re.compile(r"(?:https?://[^\s/?#@]+|:[0-9]{1,5})?/[^\s#]*")
 
 
 def require_upstream(settings: Settings) -> None:
@@ -52,7 +52,7 @@ def require_upstream(settings: Settings) -> None:
     for name, model in models_of(settings).items():
         if model.upstream.endpoints:
             continue
-        if name in settings.models and "endpoints" in settings.models[name].own:
+        if name in settings.models and "endpoints" in settings.models[name]:
             raise ConfigError(f"models.{name}.endpoints is empty: name at least one endpoint, or leave it out")
         raise ConfigError("no upstream: give --upstream URL (or upstream.endpoints), or try `carpool demo`")
 
@@ -272,15 +272,10 @@ def _check_tracking(settings: Settings, where: Where) -> None:
             raise ConfigError(f"{where('tracking.url')} must be like postgresql://user@host:5432/database")
         if find_spec("asyncpg") is None:
             raise ConfigError(f"{where('tracking.store')} needs asyncpg: pip install 'carpool[postgres]'")
-        if tracking.password_file:
-            with faults_at(where("tracking.password_file")):
-                read_password(tracking.password_file)
-    else:
-        for name in ("url", "password_file"):
-            if getattr(tracking, name):
-                raise ConfigError(f"{where(f'tracking.{name}')} is of no use unless tracking.store is postgres")
-    if tracking.store == "sqlite" and not (tracking.path or settings.tasks.data_dir):
-        raise ConfigError(f"{where('tracking.path')} must name a file, for there is no tasks.data_dir")
+    elif tracking.url:
+        raise ConfigError(f"{where('tracking.url')} is of no use unless tracking.store is postgres")
+    if tracking.store == "sqlite" and not settings.tasks.data_dir:
+        raise ConfigError(f"{where('tasks.data_dir')} must name a directory while tracking.store is sqlite")
 
 
 def _check_processes(settings: Settings, where: Where) -> None:
@@ -300,7 +295,7 @@ def _check_processes(settings: Settings, where: Where) -> None:
 
 def _check_models(settings: Settings, where: Where) -> None:
     """What all models share, and then each with its own word."""
-    nothing = ModelSettings()
+    nothing: ModelSettings = {}
     shared = resolve(settings, settings.model, nothing, where)
     models = [(resolve(settings, name, own, where), own) for name, own in settings.models.items()]
     for model, own in [(shared, nothing), *models]:
@@ -312,8 +307,7 @@ def _check_models(settings: Settings, where: Where) -> None:
             _check_patterns(model)
         if model is shared or model.security != shared.security:
             _check_security(model.security, at)
-        said = own.own
-        _check_tls_is_used(said.get("tls_ca", ""), said.get("tls_cert", ""), model.upstream.endpoints, at)
+        _check_tls_is_used(own.get("tls_ca", ""), own.get("tls_cert", ""), model.upstream.endpoints, at)
         if model is not shared or not models:
             _check_schemes(model.upstream, at)
     every = [*shared.upstream.endpoints, *(url for model, _ in models for url in model.upstream.endpoints)]
@@ -346,15 +340,11 @@ def _check_load(upstream: UpstreamSettings, at: Where) -> None:
     """How the load of endpoints is learned."""
     if upstream.load_header and not HEADER_NAME.fullmatch(upstream.load_header):
         raise ConfigError(f"{at('load_header')} must name a header, not {shown(upstream.load_header)}")
-    if upstream.load_metrics_url and not _METRICS_PAGE.fullmatch(upstream.load_metrics_url):
-        raise ConfigError(
-            f"{at('load_metrics_url')} must look like /metrics, :8002/metrics or http://host:8002/metrics, "
-            f"not {shown(upstream.load_metrics_url)}"
-        )
-    if bool(upstream.load_metrics_url) != bool(upstream.load_metric):
-        names = ("load_metrics_url", "load_metric")
-        present, absent = names if upstream.load_metrics_url else reversed(names)
-        raise ConfigError(f"{at(present)} needs {absent} beside it")
+    try:
+        if upstream.load_metrics_url:
+            parse_load_source(upstream.load_metrics_url)
+    except ValueError as fault:
+        raise ConfigError(f"{at('load_metrics_url')} {fault}, not {shown(upstream.load_metrics_url)}") from None
 
 
 def _check_probe_input(text: str, at: Where) -> None:

@@ -7,9 +7,9 @@ from typing import Any
 
 import msgspec
 
-from carpool.settings.keys import ROOT_KEYS, SECTIONS, Key, model_keys, section_keys, summary
+from carpool.settings.keys import MODEL_SUMMARY, ROOT_KEYS, SECTIONS, Key, model_keys, section_keys, summary
 from carpool.settings.resolution import admin_port, total_timeout_s
-from carpool.settings.schema import KeySettings, ModelSettings, Settings, TierSettings
+from carpool.settings.schema import KeySettings, Settings, TierSettings
 
 _BARE_TOML_KEY = re.compile(r"[A-Za-z0-9_-]+")
 
@@ -32,8 +32,12 @@ def dump_toml(settings: Settings) -> str:
     for tier in settings.tiers:
         said = msgspec.structs.asdict(tier).items()
         lines += ["[[tiers]]", *(f"{k} = {_toml(v)}" for k, v in said if v is not None)]
-    lines += ["", f"# {summary(ModelSettings)}", *_dump_models(settings.models)]
-    lines += ["", f"# {summary(KeySettings)}", *_dump_keys(settings.keys)]
+    lines += ["", f"# {MODEL_SUMMARY}"]
+    for name, said in settings.models.items():
+        lines += _dump_named("models", name, model_keys(""), said)
+    lines += ["", f"# {summary(KeySettings)}"]
+    for name, key in settings.keys.items():
+        lines += _dump_named("keys", name, section_keys(KeySettings, ""), msgspec.structs.asdict(key))
     return "\n".join(lines) + "\n"
 
 
@@ -50,24 +54,9 @@ def changes_toml(changes: Mapping[str, Any]) -> str:
     return "\n\n".join(filter(None, parts))
 
 
-def _dump_models(models: Mapping[str, ModelSettings]) -> list[str]:
-    lines: list[str] = []
-    for name, model in models.items():
-        said = msgspec.structs.asdict(model) | model.own
-        lines += _dump_named(f"models.{_toml_key(name)}", model_keys(""), said)
-    return lines
-
-
-def _dump_keys(keys: Mapping[str, KeySettings]) -> list[str]:
-    lines: list[str] = []
-    for name, key in keys.items():
-        lines += _dump_named(f"keys.{_toml_key(name)}", section_keys(KeySettings, ""), msgspec.structs.asdict(key))
-    return lines
-
-
-def _dump_named(path: str, keys: list[Key], said: Mapping[str, Any]) -> list[str]:
+def _dump_named(table: str, name: str, keys: list[Key], said: Mapping[str, Any]) -> list[str]:
     """A table that has a name; what it leaves open is left out."""
-    lines = [f"[{path}]"]
+    lines = [f"[{table}.{_toml_key(name)}]"]
     for key in keys:
         if (value := said.get(key.name)) is not None:
             lines += _dump_url(key, value) if key.is_url else [f"{key.name} = {_toml(value)}"]

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 import msgspec
 from msgspec import NODEFAULT, Meta
 
-from carpool.settings.schema import MODEL_SECTIONS, ModelSettings, Section, Settings
+from carpool.settings.schema import MODEL_SECTIONS, Section, Settings
 
 # The settings that `carpool serve`, `gateway`, `batcher` and `config` take as flags too.
 FLAGS = {
@@ -66,10 +66,12 @@ def section_keys(section: type[Section], prefix: str) -> list[Key]:
     return keys
 
 
+MODEL_SUMMARY = "One model: every key of `[upstream]`, `[batching]` and `[input]`, for this model alone."
+
+
 def model_keys(prefix: str) -> list[Key]:
-    """The keys of a model's table, with those of the sections of which it may say something else."""
-    tables = (ModelSettings, *MODEL_SECTIONS.values())
-    return [key for table in tables for key in section_keys(table, prefix)]
+    """The keys of a model's table."""
+    return [key for section in MODEL_SECTIONS.values() for key in section_keys(section, prefix)]
 
 
 # The tables of the file whose keys are fixed; `tiers` and `models` grow, and come from the file only.

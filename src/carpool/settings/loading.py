@@ -19,7 +19,7 @@ from msgspec import NODEFAULT
 from carpool.settings.checks import check_name, check_together
 from carpool.settings.errors import ConfigError, shown, unknown
 from carpool.settings.keys import FLAGS, KEYS, SECTIONS, VARIABLES, Key, describe, model_keys, section_keys
-from carpool.settings.schema import KeySettings, ModelSettings, Settings, TierSettings
+from carpool.settings.schema import KeySettings, Settings, TierSettings
 
 DEFAULT_FILE = Path("carpool.toml")
 FILE_VARIABLE = "CARPOOL_CONFIG"
@@ -57,7 +57,7 @@ def load_settings(flags: Mapping[str, Any], *, environ: Mapping[str, str], file:
         root[name] = cls(**{key: values[f"{name}.{key}"] for key in cls.__struct_fields__ if f"{name}.{key}" in values})
     if tiers is not None:
         root["tiers"] = _build_tiers(tiers, file_name)
-    root["models"] = {name: _model(said) for name, said in _read_named("models", models, file_name, model_keys)}
+    root["models"] = dict(_read_named("models", models, file_name, model_keys))
     own_keys = partial(section_keys, KeySettings)
     root["keys"] = {name: KeySettings(**said) for name, said in _read_named("keys", api_keys, file_name, own_keys)}
 
@@ -140,15 +140,11 @@ def _from_opentelemetry(environ: Mapping[str, str]) -> dict[str, _Given]:
     def pairs(name: str) -> list[str]:
         return [unquote(each.strip()) for each in read(name).split(",") if each.strip()]
 
-    attributes = pairs("RESOURCE_ATTRIBUTES")
-    names = [each.partition("=")[2] for each in attributes if each.partition("=")[0].strip() == "service.name"]
+    # The last of a name counts.
+    names = [f"service.name={name}"] if (name := read("SERVICE_NAME")) else []
     said: dict[str, tuple[str, str | list[str]]] = {
         "headers": ("EXPORTER_OTLP_HEADERS", pairs("EXPORTER_OTLP_HEADERS")),
-        "service_name": ("SERVICE_NAME", read("SERVICE_NAME") or "".join(names[-1:])),
-        "resource_attributes": (
-            "RESOURCE_ATTRIBUTES",
-            [each for each in attributes if each.partition("=")[0].strip() != "service.name"],
-        ),
+        "resource_attributes": ("RESOURCE_ATTRIBUTES", pairs("RESOURCE_ATTRIBUTES") + names),
     }
     is_off = read("SDK_DISABLED").lower() == "true" or read("TRACES_EXPORTER").lower() == "none"
     if not is_off and read("EXPORTER_OTLP_PROTOCOL") in ("", "http/protobuf"):  # of gRPC the port is another one
@@ -206,11 +202,6 @@ def _read_named(
     for name, table in _table(value, path, file_name).items():
         check_name(name, f"{path}.{shown(name)} ({file_name})")
         yield name, _read_listed(keys_at(f"{path}.{name}."), f"{path}.{name}", table, file_name)
-
-
-def _model(said: dict[str, Any]) -> ModelSettings:
-    known = {key: said.pop(key) for key in ModelSettings.__struct_fields__ if key in said}
-    return ModelSettings(**known, own=said)
 
 
 def _table(value: Any, path: str, file_name: str) -> dict[str, Any]:

@@ -61,15 +61,15 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
 
 def models_of(settings: Settings) -> dict[str, Model]:
     """Every model by name; where none is configured, the single model `settings.model`. Raises ConfigError."""
-    named = settings.models or {settings.model: ModelSettings()}
+    named = settings.models or {settings.model: {}}
     return {name: resolve(settings, name, own) for name, own in named.items()}
 
 
 def resolve(settings: Settings, name: str, own: ModelSettings, where: Where = str) -> Model:
     """One model; raises ConfigError, in which `where` names the place."""
-    upstream = _overlaid(settings.upstream, own)
-    if {"tls_cert", "tls_key"} & own.own.keys():  # a certificate and its key stay together
-        both = {key: own.own.get(key, "") for key in ("tls_cert", "tls_key")}
+    upstream, inputs = _overlaid(settings.upstream, own), _overlaid(settings.input, own)
+    if {"tls_cert", "tls_key"} & own.keys():  # a certificate and its key stay together
+        both = {key: own.get(key, "") for key in ("tls_cert", "tls_key")}
         upstream = msgspec.structs.replace(upstream, **both)
     with faults_at(where(path_of(name, own, "endpoints"))):
         upstream = msgspec.structs.replace(upstream, endpoints=expand_endpoints(upstream.endpoints))
@@ -79,14 +79,14 @@ def resolve(settings: Settings, name: str, own: ModelSettings, where: Where = st
         name=name,
         upstream=upstream,
         batching=_overlaid(settings.batching, own),
-        input=_overlaid(settings.input, own),
+        input=inputs,
         is_cached=upstream.cache,
         is_cached_by_owner=settings.cache.scope == "owner",
-        body_bytes_max=own.body_bytes_max or settings.gateway.body_bytes_max,
+        body_bytes_max=inputs.body_bytes_max,
         task_tiers=frozenset(
             number
             for number, tier in enumerate(settings.tiers)
-            if (own.default_mode or tier.default_mode or settings.gateway.default_mode) == "async"
+            if (own.get("default_mode") or tier.default_mode or settings.input.default_mode) == "async"
         ),
         security=UpstreamSecurity(
             upstream.tls_ca, upstream.tls_cert, upstream.tls_key, upstream.token_file, header_files
@@ -96,7 +96,7 @@ def resolve(settings: Settings, name: str, own: ModelSettings, where: Where = st
 
 def path_of(name: str, own: ModelSettings, key: str, section: str = "upstream") -> str:
     """The path of a setting that a model has: its own, or the one in the section."""
-    return f"models.{name}.{key}" if key in own.own else f"{section}.{key}"
+    return f"models.{name}.{key}" if key in own else f"{section}.{key}"
 
 
 def tls_files(broker: BrokerSettings) -> TlsFiles:
@@ -121,9 +121,9 @@ def admin_port(gateway: GatewaySettings) -> int:
 
 def call_timeouts_s(settings: Settings) -> dict[str, float]:
     """How long one attempt may take, by the path of the setting that says so."""
-    models = settings.models or {settings.model: ModelSettings()}
+    models = settings.models or {settings.model: {}}
     return {
-        path_of(name, own, "timeout_s"): own.own.get("timeout_s", settings.upstream.timeout_s)
+        path_of(name, own, "timeout_s"): own.get("timeout_s", settings.upstream.timeout_s)
         for name, own in models.items()
     }
 
@@ -160,7 +160,7 @@ def read_password(path: str) -> str:
 
 def _overlaid(section: SectionT, own: ModelSettings) -> SectionT:
     """A section with what the model says of it."""
-    said = {key: own.own[key] for key in section.__struct_fields__ if key in own.own}
+    said = {key: own[key] for key in section.__struct_fields__ if key in own}
     return msgspec.structs.replace(section, **said)
 
 

@@ -29,7 +29,6 @@ BodyBytes = Annotated[int, Meta(ge=1, le=64 * MIB)]
 # As many may be at the endpoints of a model at once (`service.py`).
 BatchBytes = Annotated[int, Meta(ge=1, le=512 * MIB)]
 BatchSize = Annotated[int, Meta(ge=1, le=4096)]
-MetricMax = Annotated[float, Meta(gt=0, le=1e12)]
 DatatypeName = Literal[
     "", "BOOL", "UINT8", "UINT16", "UINT32", "UINT64", "INT8", "INT16", "INT32", "INT64",
     "FP16", "BF16", "FP32", "FP64", "BYTES",
@@ -68,10 +67,6 @@ class GatewaySettings(Section, frozen=True):
         Port | None,
         doc("port for gRPC; by default there is none; 0 picks a free one; several processes share it"),
     ] = None
-    default_mode: Annotated[
-        ModeName,
-        doc("what `POST /v1/inference` does when the client does not say; a key, a model and a tier go before it"),
-    ] = "sync"
     request_ids: Annotated[
         Literal["counted", "uuid"],
         doc("what requests are called whose client gives no `X-Request-Id`: `req_6f2c9a81d04e-1`, or a UUID"),
@@ -85,7 +80,6 @@ class GatewaySettings(Section, frozen=True):
             "networks like `10.0.0.0/8`; from anybody else that header is ignored"
         ),
     ] = []
-    body_bytes_max: Annotated[BodyBytes, doc("body of one request (413); a model may set its own")] = MIB
     receive_timeout_s: Annotated[Seconds, doc("a request must have arrived whole within this (408)")] = 10.0
     idle_timeout_s: Annotated[Seconds, doc("a connection with no request is closed after this")] = 75.0
     cors_origins: Annotated[
@@ -147,15 +141,12 @@ class UpstreamSettings(Section, frozen=True):
     load_metrics_url: Annotated[
         str,
         doc(
-            "page of metrics to read the load from, once a second: a path on the endpoint, "
-            "`:8002/metrics` on its host, or a URL",
+            "metric to read the load from, once a second: a path on the endpoint, `:8002/metrics` on its host, or a "
+            "URL, and the name behind a `#`: `:8002/metrics#nv_gpu_utilization`; where not 1 but 512 means full, "
+            "`/metrics#te_queue_size/512`; the largest of its series counts",
             url=True,
         ),
     ] = ""
-    load_metric: Annotated[
-        str, doc("the metric there, such as `nv_gpu_utilization`; the largest of its series counts")
-    ] = ""
-    load_metric_max: Annotated[MetricMax, doc("the value of that metric that means full")] = 1.0
     tls_ca: Annotated[str, doc("PEM file with the authorities to accept for `https://`, in place of the system's")] = ""
     tls_cert: Annotated[str, doc("PEM file with the certificate chain to show to the API (mTLS)")] = ""
     tls_key: Annotated[str, doc("PEM file with the private key of `tls_cert`")] = ""
@@ -371,9 +362,14 @@ class CacheSettings(Section, frozen=True):
 
 
 class InputSettings(Section, frozen=True):
-    """What inputs may be (422). This does not stop every prompt injection."""
+    """What clients send, and what is taken of it. This does not stop every prompt injection."""
 
-    input_bytes_max: Annotated[int, doc("longest input, in bytes of its JSON; 0: as the body allows", ge=0)] = 0
+    default_mode: Annotated[
+        ModeName,
+        doc("what `POST /v1/inference` does when the client does not say; a key, a model and a tier go before it"),
+    ] = "sync"
+    body_bytes_max: Annotated[BodyBytes, doc("body of one request (413)")] = MIB
+    input_bytes_max: Annotated[int, doc("longest input, in bytes of its JSON (422); 0: as the body allows", ge=0)] = 0
     deny_patterns: Annotated[
         list[str],
         doc("inputs in whose texts one of these patterns (RE2 syntax) is found are refused; needs `carpool[policy]`"),
@@ -414,12 +410,10 @@ class TrackingSettings(Section, frozen=True):
 
     store: Annotated[
         Literal["off", "sqlite", "postgres"],
-        doc("`sqlite`: a file; `postgres`: a database, whose tables `carpool tracking init` makes"),
+        doc("`sqlite`: `tracking.db` in `tasks.data_dir`; `postgres`: a database (`carpool tracking init`)"),
     ] = "off"
-    path: Annotated[str, doc("`sqlite`: the file; by default `tracking.db` in `tasks.data_dir`")] = ""
-    url: Annotated[str, doc("`postgres`: `postgresql://user@host:5432/database`", url=True)] = ""
-    password_file: Annotated[
-        str, doc("`postgres`: file with the password, in place of one in `url`; read at the start")
+    url: Annotated[
+        str, doc("`postgres`: `postgresql://user@host:5432/database`; the password may be in PGPASSWORD", url=True)
     ] = ""
     retention_days: Annotated[Days, doc("how long rows are kept; a database drops whole days (UTC)")] = 30.0
     bytes_max: Annotated[
@@ -446,10 +440,12 @@ class TracingSettings(Section, frozen=True):
     headers: Annotated[
         list[str], doc("headers for the receiver, each as `NAME=VALUE`, such as its API key; secret", secret=True)
     ] = []
-    service_name: Annotated[FieldName, doc("`service.name` of this process")] = "carpool"
     resource_attributes: Annotated[
         list[str],
-        doc("what else is told of this process, each as `NAME=VALUE`, like `deployment.environment.name=prod`"),
+        doc(
+            "what is told of this process, each as `NAME=VALUE`, like `deployment.environment.name=prod`; "
+            "`service.name` is `carpool` unless it is here"
+        ),
     ] = []
     sample_ratio: Annotated[
         float,
@@ -484,7 +480,7 @@ class TierSettings(Section, frozen=True):
             le=86_400_000,
         ),
     ] = 500.0
-    default_mode: Annotated[ModeName | None, doc("as `gateway.default_mode`, before that")] = None
+    default_mode: Annotated[ModeName | None, doc("as `input.default_mode`, before that")] = None
     per_minute: Annotated[Limit | None, doc("as `limits.per_minute`")] = None
     burst: Annotated[Burst | None, doc("as `limits.burst`")] = None
     concurrent: Annotated[Limit | None, doc("as `limits.concurrent`")] = None
@@ -497,23 +493,14 @@ class KeySettings(Section, frozen=True):
     owner: Annotated[str, doc("whom its requests count for; by default the name of this table")] = ""
     tier: Annotated[str, doc("the tier's name; by default the lowest")] = ""
     models: Annotated[list[str], doc("models that it may ask for; empty: all")] = []
-    default_mode: Annotated[ModeName | None, doc("as `gateway.default_mode`, before what a model or a tier says")] = (
-        None
-    )
+    default_mode: Annotated[ModeName | None, doc("as `input.default_mode`, before what a model or a tier says")] = None
     per_minute: Annotated[Limit | None, doc("as `limits.per_minute`")] = None
     burst: Annotated[Burst | None, doc("as `limits.burst`")] = None
     concurrent: Annotated[Limit | None, doc("as `limits.concurrent`")] = None
 
 
-class ModelSettings(Section, frozen=True):
-    """One model: these, and every key of `[upstream]`, `[batching]` and `[input]`, which goes before what those say."""
-
-    default_mode: Annotated[ModeName | None, doc("as `gateway.default_mode`, before what a tier says")] = None
-    body_bytes_max: Annotated[BodyBytes | None, doc("as `gateway.body_bytes_max`")] = None
-    own: dict[str, Any] = {}
-
-
-# The sections of which a model may say something else; no two have a key of the same name.
+# What a model says of these sections for itself, by key; no two of them have a key of the same name.
+ModelSettings = dict[str, Any]
 MODEL_SECTIONS: dict[str, type[Section]] = {
     "upstream": UpstreamSettings,
     "batching": BatchingSettings,

@@ -17,8 +17,8 @@ from carpool.core.errors import (
     UpstreamError,
     all_errors,
 )
-from carpool.settings.keys import FLAGS, KEYS, ROOT_KEYS, SECTIONS, Key, describe, section_keys, summary
-from carpool.settings.schema import KeySettings, ModelSettings, TierSettings
+from carpool.settings.keys import FLAGS, KEYS, MODEL_SUMMARY, ROOT_KEYS, SECTIONS, Key, describe, section_keys, summary
+from carpool.settings.schema import KeySettings, TierSettings
 from carpool.telemetry.metrics import METRICS
 
 _GENERATED = "<!-- Written by `make docs` from {source}; changes made here are lost. -->\n"
@@ -310,8 +310,7 @@ def configuration_page() -> str:
         parts += _table(_HEADINGS, map(_setting_row, section_keys(section, f"{name}.")))
     parts += [f"\n## [[tiers]]\n\n{summary(TierSettings)} By default: enterprise, paid, free. File only.\n\n"]
     parts += _table(_FILE_HEADINGS, map(_file_row, section_keys(TierSettings, "")))
-    parts += [f"\n## [models.NAME]\n\n{summary(ModelSettings)} File only.\n\n"]
-    parts += _table(_FILE_HEADINGS, map(_file_row, section_keys(ModelSettings, "")))
+    parts += [f"\n## [models.NAME]\n\n{MODEL_SUMMARY} What is not set here comes from the sections. File only.\n"]
     parts += [f"\n## [keys.NAME]\n\n{summary(KeySettings)} File only.\n\n"]
     parts += _table(_FILE_HEADINGS, map(_file_row, section_keys(KeySettings, "")))
     return "".join(parts)

@@ -97,9 +97,8 @@ class Rows(NamedTuple):
 class PostgresStore:
     """A database (tracking.stores.Store)."""
 
-    def __init__(self, url: str, *, password: str | None = None, retention_days: float) -> None:
+    def __init__(self, url: str, *, retention_days: float) -> None:
         self._url = url
-        self._password = password
         self._retention_s = retention_days * DAY_S
         self._connection: asyncpg.Connection | None = None
         # A connection does one thing at a time.
@@ -201,7 +200,6 @@ class PostgresStore:
 
         connection = await asyncpg.connect(
             self._url,
-            password=self._password,
             timeout=CONNECT_S,
             command_timeout=STATEMENT_S,
             server_settings={"application_name": "carpool", "synchronous_commit": "off", "timezone": "UTC"},

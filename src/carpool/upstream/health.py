@@ -15,7 +15,6 @@ from functools import partial
 from math import inf
 from typing import Protocol, runtime_checkable
 
-import msgspec
 from msgspec import UNSET
 
 from carpool.core.clock import Clock, monotonic, rfc3339
@@ -23,7 +22,7 @@ from carpool.core.snapshot import EndpointHealth, EndpointStatus
 from carpool.core.timers import repeat
 from carpool.upstream.breaker import Breaker
 from carpool.upstream.endpoint import AttemptFailedError, Endpoint, UpstreamResponse
-from carpool.upstream.load import metric_value
+from carpool.upstream.load import LoadSource, metric_value
 from carpool.upstream.pool import EndpointState, Pool
 
 logger = logging.getLogger("carpool.upstream")
@@ -48,16 +47,6 @@ class HasPages(Protocol):
     async def get(self, where: str, timeout_s: float) -> UpstreamResponse:
         """Read a page; `where` is a path, `:PORT/PATH` on the same host, or a URL. Raises AttemptFailedError."""
         ...
-
-
-class LoadSource(msgspec.Struct, frozen=True):
-    """Where the load of an endpoint is read."""
-
-    # A path, `:PORT/PATH` on the endpoint's host, or a URL.
-    where: str
-    metric: str
-    # The value that means full.
-    full: float
 
 
 class HealthWatch:

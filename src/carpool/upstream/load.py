@@ -8,7 +8,9 @@
    after WINDOW_S to twice that, what was slow is normal.
 """
 
+import re
 from math import inf, isfinite
+from typing import NamedTuple
 
 LOAD_MAX = 0.9
 DECREASE = 0.7
@@ -20,6 +22,31 @@ LATENCY_RATIO = 2.0
 # Calls needed to say that they are slow, and the least excess: less may be the gateway's own delay.
 CALLS_MIN = 8
 EXCESS_S_MIN = 0.05
+
+
+_SOURCE = re.compile(
+    r"((?:https?://[^\s/?#@]+|:[0-9]{1,5})?/[^\s#]*)#([A-Za-z_:][A-Za-z0-9_:]*)(?:/([0-9]{1,15}(?:\.[0-9]{1,9})?))?"
+)
+
+
+class LoadSource(NamedTuple):
+    """Where the load of an endpoint is read."""
+
+    # A path, `:PORT/PATH` on the endpoint's host, or a URL.
+    where: str
+    metric: str
+    # The value that means full.
+    full: float
+
+
+def parse_load_source(text: str) -> LoadSource:
+    """A page of metrics, and a metric on it, as settings have them; raises ValueError."""
+    match = _SOURCE.fullmatch(text)
+    if match is None or not (full := float(match[3] or 1)):
+        raise ValueError(
+            "must look like :8002/metrics#nv_gpu_utilization, /metrics#NAME/512 or http://host/metrics#NAME"
+        )
+    return LoadSource(match[1], match[2], full)
 
 
 class ServiceTimes:
