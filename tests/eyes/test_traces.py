@@ -136,7 +136,7 @@ async def upstream() -> AsyncIterator[ScriptedUpstream]:
         yield upstream
 
 
-def named(service: str) -> dict[str, object]:
+def called(service: str) -> dict[str, object]:
     return {"tracing.resource_attributes": f"service.name={service}"}
 
 
@@ -154,8 +154,8 @@ async def fleet(
     settings |= {name if "." in name else f"tracing.{name}": value for name, value in more.items()}
     at = ("--upstream", upstream.url)
     async with (
-        running_role(directory, "batcher", *at, settings=settings | named("batcher")) as batcher,
-        running_role(directory, "gateway", settings=settings | named("gateway")) as gateway,
+        running_role(directory, "batcher", *at, settings=settings | called("batcher")) as batcher,
+        running_role(directory, "gateway", settings=settings | called("gateway")) as gateway,
     ):
 
         async def is_ready() -> bool:
