@@ -13,12 +13,11 @@ def leased() -> LeasedEntries:
 
 
 def test_the_company_becomes_smaller_and_they_are_alone_twice() -> None:
-    assert [company_of(delivery, 6) for delivery in range(1, 8)] == [64, 64, 16, 4, 1, 1, 1]
-    assert [company_of(delivery, 3) for delivery in range(1, 4)] == [64, 1, 1]
+    assert [company_of(delivery) for delivery in range(1, 8)] == [64, 64, 16, 4, 1, 1, 1]
 
 
 def test_suspects_of_a_model_wait_for_each_other_and_not_for_those_of_others() -> None:
-    suspects, here = Suspects(6), leased()
+    suspects, here = Suspects(), leased()
     suspects.add("slow", here, 3)
     assert (suspects.welcome("slow"), suspects.welcome("fast")) == (NONE, WITH_COMPANY)
     assert suspects.have_left(here)
@@ -28,13 +27,13 @@ def test_suspects_of_a_model_wait_for_each_other_and_not_for_those_of_others() -
 
 
 def test_with_one_that_is_alone_no_other_suspect_is_here() -> None:
-    suspects = Suspects(6)
+    suspects = Suspects()
     suspects.add("m", leased(), 5)
     assert (suspects.welcome("m"), suspects.welcome("other")) == (NONE, NONE)
 
 
 def test_after_one_death_nobody_is_a_suspect() -> None:
-    suspects = Suspects(6)
+    suspects = Suspects()
     suspects.add("m", leased(), 2)
     suspects.add("m", leased(), 7)  # that one only needs an answer
     assert suspects.welcome("m") == ANY

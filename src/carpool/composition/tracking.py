@@ -19,7 +19,7 @@ from carpool.tracking.stores import Store, StoreUnusableError
 logger = logging.getLogger("carpool.tracking")
 
 FILE_NAME = "tracking.db"
-# Rows that wait to be written, of each kind, some 50 MB; while the store is slow or away, those beyond are dropped.
+# Rows that wait to be written, of each kind; while the store is slow or away, those beyond are dropped.
 BUFFER_MAX = 100_000
 # So long an operator who asks for one request waits for the store.
 LOOK_S_MAX = 2.0

@@ -14,17 +14,15 @@ from carpool.core.api_key import Burst, Limit
 from carpool.core.dead_letter import SynchronousKept
 from carpool.core.names import BytesForm, ModeName, ProtocolName
 
-KIB, MIB, GIB = 1024, 1024**2, 1024**3
+MIB, GIB = 1024**2, 1024**3
 
 Port = Annotated[int, Meta(ge=0, le=65535)]
 Count = Annotated[int, Meta(ge=1)]
-Whole = Annotated[int, Meta(ge=0)]
 Slots = Annotated[int, Meta(ge=1, le=65536)]
 # Every number with a fraction has an upper bound, so that no infinity comes in by the file.
 Seconds = Annotated[float, Meta(gt=0, le=365 * 86400)]
 Days = Annotated[float, Meta(gt=0, le=3650)]
 FieldName = Annotated[str, Meta(min_length=1)]
-Share = Annotated[float, Meta(gt=0, le=1)]
 BodyBytes = Annotated[int, Meta(ge=1, le=64 * MIB)]
 # As many may be at the endpoints of a model at once (`service.py`).
 BatchBytes = Annotated[int, Meta(ge=1, le=512 * MIB)]

@@ -4,7 +4,7 @@ from collections import Counter
 
 from carpool.core.errors import CarpoolError, QueueFull, RateLimited
 
-# Streams of one kind in a process: each takes a connection and some 50 KB, and a process serves others too.
+# Streams of one kind in a process: each keeps a connection and a file that others may want.
 STREAMS_MAX = 1024
 
 

@@ -23,7 +23,7 @@ LONG_BODY_BYTES = 16 * 1024
 
 # Responses that clients have not read yet, over all connections that are behind with reading: of 1 MB, 256.
 UNREAD_BYTES_MAX = 256 * 1024 * 1024
-# A client that takes less than 4 KB of a response in this time is cut off; slow networks take more.
+# A client that takes less than 4 KB of a response in this time is cut off: a modem takes more.
 WRITE_TIMEOUT_S = 10.0
 
 

@@ -128,7 +128,6 @@ class Consumer:
         # What each tier adds to the time of a request for its place in the local order, in seconds.
         tier_target_s: Sequence[float],
         lease_ms: int = LEASE_MS,
-        deliveries_max: int = DELIVERIES_MAX,
         letter_bounds: LetterBounds,
         # Whether the fleet has let this process in. Before that nothing is known of the others.
         is_let_in: Callable[[], bool] = yes,
@@ -162,7 +161,7 @@ class Consumer:
         self._view_of_wakeup = {view.shard.wakeup: view for view in self._views}
         self._dead_letters = dead_letters
         self._complained_at = -COMPLAIN_EVERY_S
-        self._unpacker = Unpacker(models, replies, dead_letters, tier_target_s, deliveries_max)
+        self._unpacker = Unpacker(models, replies, dead_letters, tier_target_s)
         # By model: the mean size of an entry, lately.
         self._mean_bytes = dict.fromkeys(self._models, 1.0)
         self._lane_names: Kept[tuple[str, bytes], bytes] = Kept(LANE_NAMES_KEPT_MAX)
@@ -186,8 +185,7 @@ class Consumer:
         # Models without a free slot that had requests staged when leases were last looked at.
         self._stuck: set[str] = set()
         self._rests_until = 0.0
-        self._suspects = Suspects(deliveries_max)
-        self._deliveries_max = deliveries_max
+        self._suspects = Suspects()
         self._next_shard = 0
         self._repeated = [Every(self._look_every_s, self.look_at_all), Every(self._renew_every_s, self._leases.renew)]
         self._handing_over: asyncio.TimerHandle | None = None
@@ -415,7 +413,7 @@ class Consumer:
                     lane = self._lane_name(name, key)
                     headroom[lane] = room
                     again[b"%b 1" % lane] = room  # for what others gave back
-                elif (found := again_of(key)) and company_of(found[1], self._deliveries_max) == COMPANY_MAX:
+                elif (found := again_of(key)) and company_of(found[1]) == COMPANY_MAX:
                     again[b"%b %d" % (self._lane_name(name, found[0]), found[1])] = room
             if free > 0 or (free == 0 and (headroom or again)):
                 budgets.append(Budget(name, free, largest, headroom, again))
@@ -450,7 +448,7 @@ class Consumer:
         """Take over from batchers that died. What one of them had is spread over the shards and rides together here: so
         several are asked at once, each for a part of the room; and one of them for suspects.
         """
-        for_all, terms = self._for_all(budgets), (self._deliveries_max, COMPANY_MAX)
+        for_all, terms = self._for_all(budgets), (DELIVERIES_MAX, COMPANY_MAX)
         welcome = {each.model: self._suspects.welcome(each.model) for each in for_all}
         welcomed = {model for model, which in welcome.items() if which != NONE}
         views = sorted(views, key=lambda view: not view.suspects & welcomed)

@@ -8,7 +8,7 @@ from carpool.broker.broker_ports import FedModel, SuspectLetters
 from carpool.broker.redis.batcher.history import History, history_of
 from carpool.broker.redis.batcher.leases import NEW, EntryLease, LeasedEntries
 from carpool.broker.redis.batcher.replies import ReplyWriter
-from carpool.broker.redis.batcher.suspects import company_of
+from carpool.broker.redis.batcher.suspects import DELIVERIES_MAX, company_of
 from carpool.broker.redis.formats import Header, NewerFormatError, began_ms, decode_header, decode_value
 from carpool.core.errors import CarpoolError, DeadlineExceeded, UpstreamFailed, queue_time_passed
 from carpool.core.kept import Kept
@@ -29,9 +29,7 @@ class Unpacker:
         replies: ReplyWriter,
         dead_letters: SuspectLetters,
         tier_target_s: Sequence[float],
-        deliveries_max: int,
     ) -> None:
-        self._deliveries_max = deliveries_max
         self._models = {model.name: model for model in models}
         self._replies = replies
         self._dead_letters = dead_letters
@@ -84,7 +82,7 @@ class Unpacker:
         request.sends = history.failures
         fault = self._fault_of(request, header, now, history)
         if delivery > 1 or history.is_alone:  # it is sent with others like it, and at the end alone
-            is_alone = history.is_alone or company_of(delivery, self._deliveries_max) == 1
+            is_alone = history.is_alone or company_of(delivery) == 1
             request.lane += AGAIN + (entry_id if is_alone else b"%d" % delivery)
         return request, fault
 
@@ -110,7 +108,7 @@ class Unpacker:
         was_taken = delivery > 1 or history.returns > 0
         if header.queue_ms and not was_taken and now - request.arrived >= header.queue_ms / 1000:
             return queue_time_passed(header.queue_ms / 1000)
-        if delivery > self._deliveries_max:
+        if delivery > DELIVERIES_MAX:
             error = UpstreamFailed(f"given up: {delivery - 1} batchers did not come back with an outcome")
             request.sends = delivery - 1
             self._dead_letters.bury_suspect(request, error, delivery - 1)

@@ -12,7 +12,7 @@ from carpool.broker.redis.batcher.leases import LeasedEntries
 from carpool.broker.redis.types import ANY, NONE, WITH_COMPANY, StreamEntries, StreamEntry
 from carpool.core.request import AGAIN
 
-# How often an entry is delivered before it is given up.
+# How often an entry is delivered before it is given up: by then it was alone twice, and its batcher died both times.
 DELIVERIES_MAX = 6
 # Entries that may be sent in so large a company are no suspects.
 COMPANY_MAX = 64
@@ -21,15 +21,14 @@ COMPANY_MAX = 64
 class Suspects:
     """The suspects that this batcher has."""
 
-    def __init__(self, deliveries_max: int) -> None:
-        self._deliveries_max = deliveries_max
+    def __init__(self) -> None:
         # By model, with whether they are alone.
         self._leased_sets: dict[str, list[tuple[LeasedEntries, bool]]] = {}
 
     def add(self, model: str, leased: LeasedEntries, delivery: int) -> None:
         """An entry that was taken with others was delivered so often."""
-        company = company_of(delivery, self._deliveries_max)
-        if company < COMPANY_MAX and delivery <= self._deliveries_max:
+        company = company_of(delivery)
+        if company < COMPANY_MAX and delivery <= DELIVERIES_MAX:
             self._leased_sets.setdefault(model, []).append((leased, company == 1))
 
     def welcome(self, model: str) -> int:
@@ -49,9 +48,9 @@ class Suspects:
         return any(other is leased for leased_sets in self._leased_sets.values() for other, _ in leased_sets)
 
 
-def company_of(delivery: int, deliveries_max: int) -> int:
+def company_of(delivery: int) -> int:
     """With how many others like it an entry may be sent that was delivered so often, itself included."""
-    return COMPANY_MAX if delivery < 2 else min(int(4 ** max(0, deliveries_max - 1 - delivery)), COMPANY_MAX)
+    return COMPANY_MAX if delivery < 2 else min(int(4 ** max(0, DELIVERIES_MAX - 1 - delivery)), COMPANY_MAX)
 
 
 def again_of(lane_key: bytes) -> tuple[bytes, int] | None:
