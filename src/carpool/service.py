@@ -78,7 +78,7 @@ class ModelFace:
     def __init__(self, model: Model) -> None:
         upstream = model.upstream
         self.name = model.name
-        self.body_bytes_max = model.body_bytes_max
+        self.body_bytes_max = model.input.body_bytes_max
         self._input = model.input
         self._protocol = upstream.protocol
         self.codec = make_codec(
@@ -220,7 +220,7 @@ class ModelService(ModelFace):
             others_waiting=self._others_waiting,
             all_waiting=self._all_waiting,
             when_limit_is_learned=self._limit_is_learned,
-            merge=partial(merge_same, is_owned=model.is_cached_by_owner) if model.is_cached else None,
+            merge=partial(merge_same, is_owned=model.is_cached_by_owner) if model.upstream.cache else None,
             others=others,
             events=broker.events,
             traces=traces,

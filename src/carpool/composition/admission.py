@@ -98,7 +98,7 @@ class Admission:
             lowest_tier=len(settings.tiers) - 1,
             trusted_proxies=settings.gateway.trusted_proxies,
             shedders=shedders,
-            decides_early=not any(model.is_cached for model in runtime.models.values()),
+            decides_early=not any(model.upstream.cache for model in runtime.models.values()),
             clock=runtime.clock,
             credentials=self.credentials,
             anonymous=anonymous_limit(settings.limits),
@@ -108,7 +108,7 @@ class Admission:
         if settings.gateway.request_ids == "uuid":
             make_uuids()
         self.results = ResultCache(bytes_max=settings.cache.bytes_max, ttl_s=settings.cache.ttl_s)
-        cached = {name for name, model in runtime.models.items() if model.is_cached}
+        cached = {name for name, model in runtime.models.items() if model.upstream.cache}
         self.coalescer = self._make_coalescer(far) if cached else None
         self.intake = Intake(
             self.gate,

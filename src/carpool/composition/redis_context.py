@@ -339,7 +339,7 @@ def call_all(listeners: list[Callable[[], None]]) -> None:
 
 def task_shards(settings: Settings) -> int:
     """How many shards take tasks: so few that the part of each has room for some of the largest."""
-    largest = max(model.body_bytes_max for model in models_of(settings).values())
+    largest = max(model.input.body_bytes_max for model in models_of(settings).values())
     bytes_max = min(settings.broker.bytes_max, settings.tasks.stored_bytes_max)
     return min(max(bytes_max // (LARGEST_TASKS_A_SHARD * largest), 1), SHARDS_MAX)
 

@@ -67,7 +67,7 @@ class RedisServing(Serving):
         )
         self.redis_context = redis_context
         redis_context.counted = self.broker
-        is_cached = any(model.is_cached for model in runtime.models.values())
+        is_cached = any(model.upstream.cache for model in runtime.models.values())
         self.replies = ReplyWriter(
             redis_context.steps,
             redis_context.name,

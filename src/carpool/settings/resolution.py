@@ -48,11 +48,8 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     upstream: UpstreamSettings
     batching: BatchingSettings
     input: InputSettings
-    body_bytes_max: int
     # Numbers of the tiers whose requests are tasks where neither the client nor its key says.
     task_tiers: frozenset[int]
-    # Results are kept, and identical requests are coalesced.
-    is_cached: bool
     # What one owner asked for is never given to another.
     is_cached_by_owner: bool
     # What protects its calls.
@@ -67,7 +64,7 @@ def models_of(settings: Settings) -> dict[str, Model]:
 
 def resolve(settings: Settings, name: str, own: ModelSettings, where: Where = str) -> Model:
     """One model; raises ConfigError, in which `where` names the place."""
-    upstream, inputs = _overlaid(settings.upstream, own), _overlaid(settings.input, own)
+    upstream = _overlaid(settings.upstream, own)
     if {"tls_cert", "tls_key"} & own.keys():  # a certificate and its key stay together
         both = {key: own.get(key, "") for key in ("tls_cert", "tls_key")}
         upstream = msgspec.structs.replace(upstream, **both)
@@ -79,10 +76,8 @@ def resolve(settings: Settings, name: str, own: ModelSettings, where: Where = st
         name=name,
         upstream=upstream,
         batching=_overlaid(settings.batching, own),
-        input=inputs,
-        is_cached=upstream.cache,
+        input=_overlaid(settings.input, own),
         is_cached_by_owner=settings.cache.scope == "owner",
-        body_bytes_max=inputs.body_bytes_max,
         task_tiers=frozenset(
             number
             for number, tier in enumerate(settings.tiers)
