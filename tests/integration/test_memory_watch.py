@@ -113,24 +113,24 @@ async def test_what_was_known_stays_while_redis_is_gone(tmp_path: Path) -> None:
         await until(lambda: watch.used_bytes != used)
 
 
-@asynccontextmanager
-async def limited_memory(nodes: list[RedisServer], limit: int) -> AsyncIterator[None]:
-    """So much for each of them; other tests use them later."""
-    for most in (limit, 0):
-        for node in nodes:
-            async with node.client() as client:
-                await client.config_set("maxmemory", most)
-        if most:
-            yield
+async def limit_memory(nodes: list[RedisServer], most: int) -> None:
+    for node in nodes:
+        async with node.client() as client:
+            await client.config_set("maxmemory", most)
 
 
 async def test_every_primary_of_a_cluster_counts(redis_cluster: RedisCluster) -> None:
     primaries = [node for node in redis_cluster.nodes if (await node.facts("replication"))["role"] == "master"]
     fullest = max([int((await node.facts("memory"))["used_memory"]) for node in primaries])
-    async with watching(redis_cluster.url) as watch, limited_memory(primaries, 20 * fullest):
-        least = sum([int((await node.facts("memory"))["used_memory"]) for node in primaries]) * 0.8
-        await until(lambda: watch.limit_bytes == 20 * fullest * len(primaries) and watch.used_bytes > least)
-        assert 0 < watch.fraction < 0.8
+    least = sum([int((await node.facts("memory"))["used_memory"]) for node in primaries]) * 0.8
+    await limit_memory(primaries, 20 * fullest)
+    try:
+        async with watching(redis_cluster.url) as watch:
+            await until(lambda: watch.limit_bytes == 20 * fullest * len(primaries) and watch.used_bytes > least)
+            assert 0 < watch.fraction < 0.8
+            assert not watch.is_full
+    finally:
+        await limit_memory(primaries, 0)  # others use them later
 
 
 @pytest.mark.parametrize(
