@@ -221,7 +221,8 @@ class _Server:
             os.close(told)
 
 
-def _main() -> NoReturn:
+def _fork_when_asked(asked: int) -> tuple[list[str], dict[str, Any]]:
+    """Import all of Carpool, and fork until nobody asks. Returns in each fork, with its arguments and constants."""
     import secrets
 
     import carpool.composition.grpc_face
@@ -232,18 +233,27 @@ def _main() -> NoReturn:
     import carpool.upstream.client
     from carpool.cli import main
 
+    with redirect_stdout(io.StringIO()):
+        main(["config"])  # the command line imports more when it is first used
+    gc.collect()
+    gc.freeze()  # a collection in a fork would copy these pages
+    wanted = _Server(socket.socket(fileno=asked)).serve()
+    # What a module draws for its process when it is imported: two that share it would use the same ids.
+    vars(carpool.face.intake)["_prefix"] = f"req_{secrets.token_hex(6)}-"
+    return wanted
+
+
+def _main() -> NoReturn:
+    """With the number of a socket, the process that forks; with constants and arguments, `carpool`."""
     arguments, constants = sys.argv[2:], json.loads(sys.argv[1])
-    if isinstance(constants, int):  # the socket of a process that forks
-        with redirect_stdout(io.StringIO()):
-            main(["config"])  # the command line imports more when it is first used
-        gc.collect()
-        gc.freeze()  # a collection in a fork would copy these pages
-        arguments, constants = _Server(socket.socket(fileno=constants)).serve()
-        # What a module draws for its process when it is imported: two that share it would use the same ids.
-        vars(carpool.face.intake)["_prefix"] = f"req_{secrets.token_hex(6)}-"
+    if isinstance(constants, int):
+        arguments, constants = _fork_when_asked(constants)
     for constant, value in constants.items():
         names, name = place_of(constant)
         names[name] = value
+    import carpool
+    from carpool.cli import main
+
     sys.argv = [str(Path(carpool.__file__ or "").with_name("__main__.py")), *arguments]
     sys.exit(main())
 
