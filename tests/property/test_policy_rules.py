@@ -21,7 +21,8 @@ histories = st.lists(st.integers(1, 64), max_size=30)
 
 
 def policy_with(name: PolicyName, share: float) -> Policy:
-    return {"fixed": Fixed(), "adaptive": Adaptive(share), "pid": Pid(share)}[name]
+    policies: dict[PolicyName, Policy] = {"fixed": Fixed(), "adaptive": Adaptive(share), "pid": Pid(share)}
+    return policies[name]
 
 
 def policy_with_history(name: PolicyName, share: float, sizes: list[int]) -> Policy:

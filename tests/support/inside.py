@@ -18,10 +18,11 @@ async def process_of(role: Role, **settings: Any) -> AsyncIterator[Process]:
     """As a command starts it; its settings by their names with `__` for the dot."""
     flags = {"gateway.port": 0, "gateway.admin_port": 0, "gateway.drain_grace_s": 0, "tasks.journal": False}
     flags |= {name.replace("__", "."): value for name, value in settings.items()}
+    loaded = load_settings(settings_in(flags), environ={}, file=None)
     constants = pytest.MonkeyPatch()
     for constant, value in constants_in(flags).items():
         constants.setitem(*place_of(constant), value)
-    process = make_process(load_settings(settings_in(flags), environ={}, file=None), role)
+    process = make_process(loaded, role)
     try:
         await process.start()
         constants.undo()  # another process of the same test may have others
