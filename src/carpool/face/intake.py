@@ -242,40 +242,35 @@ class Intake:
         if values:
             coming = _Coming(group, caller, model, parameters, values, request_id, options, begin_trace)
             if len(values) > PREPARED_A_TURN:
-                self.turns.now(partial(self._prepare_some, coming))
+                self.turns.now(partial(self._guarded, coming, self._prepare_some))
             else:
-                self._prepare_some(coming)
+                self._guarded(coming, self._prepare_some)
         else:
             group.tell([])
         return group
-
-    def _prepare_some(self, coming: "_Coming") -> None:
-        """Make the next requests of a call; with the last of them, let all in."""
-        group, values, requests = coming.group, coming.values, coming.requests
-        if group.is_over:
-            self._end_all(requests, ClientLeft("the client left"))
-            return
-        try:
-            for number in range(len(requests), min(len(requests) + PREPARED_A_TURN, len(values))):
-                requests.append(self._make(coming, number))
-            if len(requests) < len(values):
-                self.turns.later(partial(self._prepare_some, coming))
-                return
-        except Exception as failure:
-            error, number = as_error(failure), len(requests)
-            self._end_all(requests, error)
-            group.fail(error, number)
-            return
-        self._guarded(coming, self._let_in)
 
     def _guarded(self, coming: "_Coming", step: Callable[["_Coming"], None]) -> None:
         """Do a step of letting a call in; if it fails, the whole call fails, and its client gets the error."""
         try:
             step(coming)
         except Exception as failure:
-            rest = coming.requests[len(coming.group.requests) :]
-            coming.group.fail(as_error(failure))
+            group, made = coming.group, len(coming.requests)
+            rest = coming.requests[len(group.requests) :]
+            group.fail(as_error(failure), made if made < len(coming.values) else None)
             self._end_all(rest, ClientLeft("the client left"))
+
+    def _prepare_some(self, coming: "_Coming") -> None:
+        """Make the next requests of a call; with the last of them, let all in."""
+        values, requests = coming.values, coming.requests
+        if coming.group.is_over:
+            self._end_all(requests, ClientLeft("the client left"))
+            return
+        for number in range(len(requests), min(len(requests) + PREPARED_A_TURN, len(values))):
+            requests.append(self._make(coming, number))
+        if len(requests) < len(values):
+            self.turns.later(partial(self._guarded, coming, self._prepare_some))
+        else:
+            self._let_in(coming)
 
     def _make(self, coming: "_Coming", number: int) -> Request:
         """One request of a call, which has yet to come in."""

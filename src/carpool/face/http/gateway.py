@@ -152,12 +152,10 @@ class GatewayRoutes(ExchangeWorker):
         self._inference_replies = ParkedReplies(InferenceAnswers().pieces, "/v1/inference")
         # For clients that accept JSON, and for those that prefer bytes; of some models all clients have bytes.
         route = "/v1/predict"
-        self._predict_replies = ParkedReplies(predict_pieces, route), OctetReplies(predict_pieces, route)
-        self._bytes_replies = {
-            model.name: (ParkedReplies(pieces, route), OctetReplies(pieces, route, model.output_bytes))
+        self._predict_replies = {
+            model.name: (ParkedReplies(pieces, route), OctetReplies(pieces, route, model.output_bytes or octets_in))
             for model in intake.models()
-            if model.output_bytes is not None
-            for pieces in [partial(base64_pieces, model.output_bytes)]
+            for pieces in [partial(base64_pieces, model.output_bytes) if model.output_bytes else predict_pieces]
         }
         self.router = Router()
         self.router.add(b"POST", b"/v1/inference", self.inference)
@@ -245,7 +243,7 @@ class GatewayRoutes(ExchangeWorker):
         if len(exchange.body) > model.body_bytes_max:
             raise too_large_for(model)
         headers = exchange.headers
-        own_id, both = request_id(headers), self._bytes_replies.get(model.name, self._predict_replies)
+        own_id, both = request_id(headers), self._predict_replies[model.name]
         replies = both[b"accept" in headers and wants_octets(headers[b"accept"])]
         options = options_in(headers, preferences(headers.get(b"prefer", b"")))
         if self._begin_trace is not None and (trace := self._begin_trace(headers)) is not None:

@@ -89,12 +89,12 @@ class Answers:
 
 
 class ListFace(ExchangeWorker):
-    """Serves the calls of one path. What differs between faces is in the methods that raise NotImplementedError."""
+    """Serves calls of one kind. What differs between faces is in the methods before `serve`."""
 
     # What an input is called in errors, and the path in traces.
     field = "inputs"
     route = ""
-    # Rule 6.
+    # Rule 6. Not for answers that may take several turns to write, even for one input.
     has_short_way = True
 
     def __init__(self, intake: Intake, answers: Answers, traces: RequestTraces | None = None) -> None:
