@@ -26,7 +26,6 @@ from carpool.core.names import ProtocolName
 from carpool.core.outcome import Outcome, Output
 from carpool.core.ports import NO_OPTIONS, Admission, Caller, Cancels, Peer, RequestOptions, Sharing, TaskBoard
 from carpool.core.request import Request, Waiter
-from carpool.core.task import StoredTask
 from carpool.core.tensors import Data, as_input
 from carpool.core.timers import SharedTurns
 from carpool.core.trace import Trace
@@ -124,8 +123,9 @@ class Intake:
         # The next step, for callers with a limit; see core.ports.RateLimits.
         self.enter, self.enter_many = gate.enter, gate.enter_many
         self.when_known = gate.when_known
-        self._queue = queue
-        self._tasks = tasks
+        # For tasks; and for the synchronous requests of clients that have left.
+        self.look, self.leave, self.delete = tasks.look, tasks.leave, tasks.delete
+        self.cancel = queue.cancel
         self._models = models
         self.default_model = models[settings.default_model]
         self._settings = settings
@@ -401,30 +401,6 @@ class Intake:
             self._gate.admit_task(request, told)
         else:
             model.sharing.submit(request, options, told)
-
-    def look(
-        self,
-        *,
-        caller: Caller,
-        task_id: str,
-        wait_s: float,
-        forget: bool,
-        answer: Callable[[StoredTask | CarpoolError], bool | None],
-    ) -> object:
-        """Answer with a task's state, now or when it has an outcome within `wait_s`; returns a ticket for `leave`."""
-        return self._tasks.look(caller, task_id, wait_s, forget, answer)
-
-    def leave(self, ticket: object) -> None:
-        """The caller of `look` does not wait any more."""
-        self._tasks.leave(ticket)
-
-    def delete(self, *, caller: Caller, task_id: str, done: Callable[[CarpoolError | None], None]) -> None:
-        """Cancel, discard or forget a task."""
-        self._tasks.delete(caller, task_id, done)
-
-    def cancel(self, request: Request) -> None:
-        """The client of a synchronous request has left."""
-        self._queue.cancel(request)
 
     def find_recent(self, request_id: str) -> Request | None:
         """One of the last requests, by its id."""
