@@ -23,7 +23,7 @@ from carpool.core.errors import CarpoolError, ClientLeft, QueueFull, without_fra
 from carpool.core.outcome import Outcome, Output
 from carpool.core.ports import NO_OPTIONS, Caller, LimitVerdict, RequestTraces
 from carpool.core.request import DONE, Request
-from carpool.core.timers import OncePerTurn, SharedTurns
+from carpool.core.timers import SharedTurns
 from carpool.face.http.exchange import JSON, Exchange, ExchangeWorker
 from carpool.face.http.gateway import (
     check_encoding,
@@ -70,16 +70,13 @@ class Answers:
         self.bytes_max = bytes_max
         self.held = 0
         self._left = TURN_BYTES
-        # Made when there is an event loop.
-        self._turn: OncePerTurn | None = None
         # For work that is measured in seconds.
         self.turns = SharedTurns() if turns is None else turns
 
     def may_work(self, size: int) -> bool:
         """Whether so many bytes may be worked on in this turn; one piece always may."""
-        if self._turn is None:
-            self._turn = OncePerTurn(self._next_turn)
-        self._turn.notify()
+        if self._left == TURN_BYTES:
+            asyncio.get_running_loop().call_soon(self._next_turn)
         is_now = self._left > 0
         self._left -= size if is_now else 0
         return is_now
