@@ -15,6 +15,7 @@ from hypothesis import settings
 from carpool.core.dead_letter import Replayed, ReplayReport
 from carpool.core.problem import Problem
 from carpool.core.snapshot import FleetState, Health
+from carpool.core.tensors import DATATYPES, DIMENSIONS_MAX
 from carpool.core.timeline import RequestState
 from carpool.face.http.answers import (
     InferenceAnswer,
@@ -23,9 +24,19 @@ from carpool.face.http.answers import (
     TaskAccepted,
     TaskState,
 )
-from carpool.face.http.dead_letters import LettersDropped, LetterShown, LettersListed
+from carpool.face.http.dead_letters import (
+    LETTER_ID_MAX,
+    LETTERS_LISTED,
+    LETTERS_LISTED_MAX,
+    LettersDropped,
+    LetterShown,
+    LettersListed,
+)
+from carpool.face.http.list_bodies import INPUTS_MAX, TOKEN_ID_MAX
 from carpool.face.http.openapi import admin_openapi, gateway_openapi
-from carpool.face.http.webhooks import WebhooksListed, WebhooksRetried
+from carpool.face.http.v2_wire import ID_CHARS_MAX
+from carpool.face.http.webhooks import WEBHOOKS_LISTED, WEBHOOKS_LISTED_MAX, WebhooksListed, WebhooksRetried
+from carpool.face.tensor_rows import NAME_BYTES_MAX, ROWS_MAX, TENSORS_MAX
 from support.client import Response
 from support.embedder import Embedder
 from support.gateway import ask, serving
@@ -173,6 +184,34 @@ def test_answers_say_no_more_and_no_less_than_their_types(gateway: GatewayProces
     assert admin("DELETE", "dead-letters?all=true").read_as(LettersDropped)
     assert admin("GET", "webhooks").read_as(WebhooksListed).total == 0
     assert admin("POST", "webhooks/retry").read_as(WebhooksRetried).retried == 0
+
+
+def test_every_path_takes_the_methods_that_are_described(gateway: GatewayProcess) -> None:
+    for port in (gateway.port, gateway.admin_port):
+        for path, item in ask(port, "GET", "/openapi.json").json["paths"].items():
+            allow = ask(port, "OPTIONS", re.sub(r"{\w+}", "x", path)).headers["allow"]
+            described = {method.upper() for method in item if method != "parameters"}
+            assert set(allow.split(", ")) - {"HEAD", "OPTIONS"} == described, path
+
+
+def test_limits_are_those_of_the_code() -> None:
+    schemas = json.loads(gateway_openapi(["a"], "a", 30_000, ["a"]))["components"]["schemas"]
+    rows, tensor = schemas["V2Request"]["properties"], schemas["V2Tensor"]["properties"]
+    assert (rows["inputs"]["maxItems"], rows["id"]["anyOf"][0]["maxLength"]) == (TENSORS_MAX, ID_CHARS_MAX)
+    assert f"1 to {ROWS_MAX} rows" in rows["inputs"]["description"]
+    assert (tensor["name"]["maxLength"], tensor["shape"]["maxItems"]) == (NAME_BYTES_MAX, DIMENSIONS_MAX)
+    assert tensor["datatype"]["enum"] == list(DATATYPES)
+    assert schemas["Instances"]["properties"]["instances"]["maxItems"] == INPUTS_MAX
+    assert schemas["Tokens"]["items"]["maximum"] == TOKEN_ID_MAX
+    paths = json.loads(admin_openapi())["paths"]
+    letters, webhooks = (paths[f"/internal/{name}"]["get"]["parameters"] for name in ("dead-letters", "webhooks"))
+    one, one_again = (paths[f"/internal/dead-letters/{{id}}{end}"]["parameters"][0] for end in ("", "/replay"))
+    limits = {"minimum": 1, "maximum": LETTERS_LISTED_MAX, "default": LETTERS_LISTED}
+    assert letters[0]["schema"] == {"type": "integer", **limits}
+    assert letters[1]["schema"] == {"type": "integer", "minimum": 0, "maximum": LETTER_ID_MAX, "default": 0}
+    assert one["schema"] == one_again["schema"] == {"type": "integer", "minimum": 1, "maximum": LETTER_ID_MAX}
+    limits = {"minimum": 1, "maximum": WEBHOOKS_LISTED_MAX, "default": WEBHOOKS_LISTED}
+    assert webhooks[0]["schema"] == {"type": "integer", **limits}
 
 
 GATEWAY_PATHS = """

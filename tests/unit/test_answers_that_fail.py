@@ -10,16 +10,15 @@ from carpool.core.ports import Peer
 from carpool.core.tensors import RawTensor, pack_tensors
 from carpool.face.http.exchange import Exchange
 from carpool.face.http.gateway import OctetReplies, ParkedReplies
-from carpool.face.http.kserve_v2 import HttpReply
-from carpool.face.http.lists import Answers
-from carpool.face.http.v2_wire import V2Call, WantedOutputs
+from carpool.face.http.kserve_v2 import InferWork, KServeV2Routes
+from carpool.face.http.lists import Answers, ListCall
+from carpool.face.http.v2_wire import WantedOutputs
 from carpool.face.http.wire import predict_pieces
 from carpool.face.intake import ServedModel, ServedTensors, as_error
 from carpool.testing import make_request
 
 FACTS = CallFacts(1, 0.1)
 MODEL = ServedModel("m", 1000, lambda data: data, tensors=ServedTensors())
-CALL = V2Call("", b"", None, [], WantedOutputs(None, True))
 
 
 class Wire:
@@ -45,6 +44,12 @@ class Wire:
 
     def __getattr__(self, name: str) -> Any:
         raise AssertionError(f"{name} is not expected")
+
+
+def infer(wire: Wire, answers: Answers, rows: int) -> InferWork:
+    face = object.__new__(KServeV2Routes)  # nothing comes in here
+    face.answers = answers
+    return InferWork(face, parked(wire), ListCall(MODEL, b"", [b""] * rows, WantedOutputs(None, True)), "")
 
 
 def parked(wire: Wire) -> Exchange:
@@ -80,7 +85,7 @@ async def test_kserve_v2(value: Any, status: int) -> None:
     for fails in (False, True) if status == 200 else (False,):
         wire, answers = Wire(), Answers(1000)
         wire.fails = fails
-        reply = HttpReply(answers, parked(wire), MODEL, CALL, False)
+        reply = infer(wire, answers, 1)
         try:
             row: Any = reply.came(0, Output(value, FACTS))
         except Exception as failure:  # as a group does it
@@ -90,6 +95,6 @@ async def test_kserve_v2(value: Any, status: int) -> None:
 
 
 async def test_too_much_of_answers() -> None:
-    reply = HttpReply(Answers(10), parked(Wire()), MODEL, CALL, True)
+    reply = infer(Wire(), Answers(10), 2)
     with pytest.raises(QueueFull):
         reply.came(0, Output(bytes(11), FACTS))

@@ -26,7 +26,6 @@ from carpool.core.names import ProtocolName
 from carpool.core.outcome import Outcome, Output
 from carpool.core.ports import NO_OPTIONS, Admission, Caller, Cancels, Peer, RequestOptions, Sharing, TaskBoard
 from carpool.core.request import Request, Waiter
-from carpool.core.task import StoredTask
 from carpool.core.tensors import Data, as_input
 from carpool.core.timers import SharedTurns
 from carpool.core.trace import Trace
@@ -126,8 +125,9 @@ class Intake:
         # The next step, for callers with a limit; see core.ports.RateLimits.
         self.enter, self.enter_many = gate.enter, gate.enter_many
         self.when_known = gate.when_known
-        self._queue = queue
-        self._tasks = tasks
+        # For tasks; and for the synchronous requests of clients that have left.
+        self.look, self.leave, self.delete = tasks.look, tasks.leave, tasks.delete
+        self.cancel = queue.cancel
         self._models = models
         self.default_model = models[settings.default_model]
         self._settings = settings
@@ -244,40 +244,35 @@ class Intake:
         if values:
             coming = _Coming(group, caller, model, parameters, values, request_id, options, begin_trace)
             if len(values) > PREPARED_A_TURN:
-                self.turns.now(partial(self._prepare_some, coming))
+                self.turns.now(partial(self._guarded, coming, self._prepare_some))
             else:
-                self._prepare_some(coming)
+                self._guarded(coming, self._prepare_some)
         else:
             group.tell([])
         return group
-
-    def _prepare_some(self, coming: "_Coming") -> None:
-        """Make the next requests of a call; with the last of them, let all in."""
-        group, values, requests = coming.group, coming.values, coming.requests
-        if group.is_over:
-            self._end_all(requests, ClientLeft("the client left"))
-            return
-        try:
-            for number in range(len(requests), min(len(requests) + PREPARED_A_TURN, len(values))):
-                requests.append(self._make(coming, number))
-            if len(requests) < len(values):
-                self.turns.later(partial(self._prepare_some, coming))
-                return
-        except Exception as failure:
-            error, number = as_error(failure), len(requests)
-            self._end_all(requests, error)
-            group.fail(error, number)
-            return
-        self._guarded(coming, self._let_in)
 
     def _guarded(self, coming: "_Coming", step: Callable[["_Coming"], None]) -> None:
         """Do a step of letting a call in; if it fails, the whole call fails, and its client gets the error."""
         try:
             step(coming)
         except Exception as failure:
-            rest = coming.requests[len(coming.group.requests) :]
-            coming.group.fail(as_error(failure))
+            group, made = coming.group, len(coming.requests)
+            rest = coming.requests[len(group.requests) :]
+            group.fail(as_error(failure), made if made < len(coming.values) else None)
             self._end_all(rest, ClientLeft("the client left"))
+
+    def _prepare_some(self, coming: "_Coming") -> None:
+        """Make the next requests of a call; with the last of them, let all in."""
+        values, requests = coming.values, coming.requests
+        if coming.group.is_over:
+            self._end_all(requests, ClientLeft("the client left"))
+            return
+        for number in range(len(requests), min(len(requests) + PREPARED_A_TURN, len(values))):
+            requests.append(self._make(coming, number))
+        if len(requests) < len(values):
+            self.turns.later(partial(self._guarded, coming, self._prepare_some))
+        else:
+            self._let_in(coming)
 
     def _make(self, coming: "_Coming", number: int) -> Request:
         """One request of a call, which has yet to come in."""
@@ -408,30 +403,6 @@ class Intake:
             self._gate.admit_task(request, told)
         else:
             model.sharing.submit(request, options, told)
-
-    def look(
-        self,
-        *,
-        caller: Caller,
-        task_id: str,
-        wait_s: float,
-        forget: bool,
-        answer: Callable[[StoredTask | CarpoolError], bool | None],
-    ) -> object:
-        """Answer with a task's state, now or when it has an outcome within `wait_s`; returns a ticket for `leave`."""
-        return self._tasks.look(caller, task_id, wait_s, forget, answer)
-
-    def leave(self, ticket: object) -> None:
-        """The caller of `look` does not wait any more."""
-        self._tasks.leave(ticket)
-
-    def delete(self, *, caller: Caller, task_id: str, done: Callable[[CarpoolError | None], None]) -> None:
-        """Cancel, discard or forget a task."""
-        self._tasks.delete(caller, task_id, done)
-
-    def cancel(self, request: Request) -> None:
-        """The client of a synchronous request has left."""
-        self._queue.cancel(request)
 
     def find_recent(self, request_id: str) -> Request | None:
         """One of the last requests, by its id."""

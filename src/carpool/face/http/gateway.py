@@ -152,12 +152,10 @@ class GatewayRoutes(ExchangeWorker):
         self._inference_replies = ParkedReplies(InferenceAnswers().pieces, "/v1/inference")
         # For clients that accept JSON, and for those that prefer bytes; of some models all clients have bytes.
         route = "/v1/predict"
-        self._predict_replies = ParkedReplies(predict_pieces, route), OctetReplies(predict_pieces, route)
-        self._bytes_replies = {
-            model.name: (ParkedReplies(pieces, route), OctetReplies(pieces, route, model.output_bytes))
+        self._predict_replies = {
+            model.name: (ParkedReplies(pieces, route), OctetReplies(pieces, route, model.output_bytes or octets_in))
             for model in intake.models()
-            if model.output_bytes is not None
-            for pieces in [partial(base64_pieces, model.output_bytes)]
+            for pieces in [partial(base64_pieces, model.output_bytes) if model.output_bytes else predict_pieces]
         }
         self.router = Router()
         self.router.add(b"POST", b"/v1/inference", self.inference)
@@ -204,7 +202,16 @@ class GatewayRoutes(ExchangeWorker):
         client_id = call.client_id or ""
         if mode == "async" or (self._task_tiers and not mode and caller.tier in model.task_tiers):
             callback_url = "" if call.callback_url is None else self._check_callback(call.callback_url)
-            self._submit(exchange, caller, model, parameters, value, client_id, callback_url, options)
+            self._intake.submit(
+                caller=caller,
+                model=model,
+                parameters=parameters,
+                value=value,
+                client_id=client_id,
+                callback_url=callback_url,
+                options=options,
+                accepted=partial(_accepted, exchange),
+            )
             return
         if call.callback_url is not None:
             raise Malformed('`callback_url` goes with a task: add `"mode": "async"`, or leave it out')
@@ -245,7 +252,7 @@ class GatewayRoutes(ExchangeWorker):
         if len(exchange.body) > model.body_bytes_max:
             raise too_large_for(model)
         headers = exchange.headers
-        own_id, both = request_id(headers), self._bytes_replies.get(model.name, self._predict_replies)
+        own_id, both = request_id(headers), self._predict_replies[model.name]
         replies = both[b"accept" in headers and wants_octets(headers[b"accept"])]
         options = options_in(headers, preferences(headers.get(b"prefer", b"")))
         if self._begin_trace is not None and (trace := self._begin_trace(headers)) is not None:
@@ -316,38 +323,6 @@ class GatewayRoutes(ExchangeWorker):
             exchange.context = request
             exchange.worker = self
 
-    def _submit(
-        self,
-        exchange: Exchange,
-        caller: Caller,
-        model: ServedModel,
-        parameters: bytes,
-        value: bytes,
-        client_id: str,
-        callback_url: str,
-        options: RequestOptions,
-    ) -> None:
-        """Admit a task; the exchange waits until it is safe."""
-
-        def accepted(request: Request, error: CarpoolError | None) -> None:
-            if error is not None:
-                respond_problem(exchange, error)
-                return
-            body = b'{"task_id":"%b","status":"PENDING"}' % request.id.encode()
-            location = b"Location: /v1/result/%b\r\n" % request.id.encode()
-            exchange.respond(202, body, JSON, location + echo_line(exchange.headers) + exchange.limit_lines)
-
-        self._intake.submit(
-            caller=caller,
-            model=model,
-            parameters=parameters,
-            value=value,
-            client_id=client_id,
-            callback_url=callback_url,
-            options=options,
-            accepted=accepted,
-        )
-
     def client_left(self, exchange: Exchange) -> None:
         """The client of a request left, or that of a long poll."""
         if isinstance(exchange.context, Request):
@@ -365,6 +340,16 @@ def _go_on(exchange: Exchange, entry: LimitVerdict) -> None:
     else:
         exchange.limit_lines = entry
         exchange.sink.handle(exchange)
+
+
+def _accepted(exchange: Exchange, request: Request, error: CarpoolError | None) -> None:
+    """Answer the exchange of a task, which is safe now, or was refused."""
+    if error is not None:
+        respond_problem(exchange, error)
+        return
+    body = b'{"task_id":"%b","status":"PENDING"}' % request.id.encode()
+    location = b"Location: /v1/result/%b\r\n" % request.id.encode()
+    exchange.respond(202, body, JSON, location + echo_line(exchange.headers) + exchange.limit_lines)
 
 
 def possible_task_id(text: str) -> str:

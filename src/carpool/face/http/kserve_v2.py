@@ -5,50 +5,38 @@ counts as n. Errors are `{"error": text}`, as Triton's.
 """
 
 import asyncio
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from functools import partial
 from typing import Any
 from urllib.parse import unquote
 
 import msgspec
-from msgspec.structs import replace
 
-from carpool.core.errors import (
-    CarpoolError,
-    MethodNotAllowed,
-    NotFound,
-    QueueFull,
-    UnknownModel,
-    UnsupportedMedia,
-    without_frames,
-)
+from carpool.core.errors import CarpoolError, MethodNotAllowed, NotFound, UnknownModel, UnsupportedMedia
 from carpool.core.outcome import Output
-from carpool.core.ports import Caller, LimitVerdict, RequestTraces
+from carpool.core.ports import Caller, RequestTraces
 from carpool.core.timers import TURN_S
-from carpool.face.http.exchange import JSON, Exchange, ExchangeWorker
+from carpool.face.http.exchange import JSON, Exchange
 from carpool.face.http.faces import INFER, model_with_face
-from carpool.face.http.gateway import (
-    check_encoding,
-    headers_for_answer,
-    media_type,
-    options_in,
-    preferences,
-    too_large_for,
-)
-from carpool.face.http.ids import acceptable_id, echo_line, given_id
+from carpool.face.http.gateway import check_encoding, media_type
+from carpool.face.http.ids import echo_line, given_id
 from carpool.face.http.known_heads import is_of_page
-from carpool.face.http.lists import Answers
+from carpool.face.http.list_bodies import check_size
+from carpool.face.http.lists import Answers, ListCall, ListFace, Work
 from carpool.face.http.problem import problem_headers
 from carpool.face.http.router import Router, split_target
-from carpool.face.http.v2_wire import V2Answer, V2Call, parse_call, write_answer
-from carpool.face.intake import Intake, RequestGroup, ServedModel, as_error, new_request_id
+from carpool.face.http.v2_wire import V2Answer, parse_call, write_answer
+from carpool.face.intake import Intake, ServedModel, as_error
 from carpool.face.octets import OCTETS
 from carpool.face.tensor_rows import Row, join_rows, read_row
 from carpool.version import __version__
 
 
-class KServeV2Routes:
+class KServeV2Routes(ListFace):
     """Serves everything below `/v2`."""
+
+    route = INFER
+    has_short_way = False
 
     def __init__(
         self,
@@ -58,17 +46,15 @@ class KServeV2Routes:
         answers: Answers,
         traces: RequestTraces | None = None,
     ) -> None:
-        self._intake = intake
+        super().__init__(intake, answers, traces)
         # Whether requests for a model would be taken now.
         self._is_up = is_up
-        self._answers = answers
-        self._begin_trace = None if traces is None else traces.begin
 
     def add_to(self, router: Router) -> None:
         """Serve these paths."""
         router.mount(b"/v2", self.serve)
 
-    def serve(self, exchange: Exchange) -> None:
+    def serve(self, exchange: Exchange, rest: str = "") -> None:
         """Serve one exchange. Every error is answered in the protocol's form."""
         try:
             self._serve(exchange)
@@ -76,9 +62,9 @@ class KServeV2Routes:
             if exchange.method == b"OPTIONS":
                 exchange.respond(204, b"", b"", problem_headers(error))
             else:
-                respond_error(exchange, error)
+                self.refuse(exchange, error, "")
         except Exception as failure:
-            respond_error(exchange, as_error(failure))
+            self.refuse(exchange, as_error(failure), "")
 
     def _serve(self, exchange: Exchange) -> None:
         match split_target(exchange.target)[0].split(b"/")[2:]:
@@ -91,7 +77,7 @@ class KServeV2Routes:
                 exchange.respond(200, b'{"live":true}')
             case [b"health", b"ready"]:
                 check_method(exchange, b"GET")
-                is_ready = any(self._is_up(model.name) for model in self._intake.models())
+                is_ready = any(self._is_up(model.name) for model in self.intake.models())
                 self._tell_if(exchange, is_ready, b'{"ready":true}')
             case [b"models", name, b"versions", version, *rest] if len(rest) <= 1:
                 self._of_model(exchange, name, version.decode("latin-1"), rest)
@@ -113,7 +99,8 @@ class KServeV2Routes:
                 self._tell_if(exchange, self._is_up(model.name), about)
             case [b"infer"]:
                 check_method(exchange, b"POST")
-                self._infer(exchange, *self._model(exchange, name, version))
+                caller, model = self._model(exchange, name, version)
+                self.take(exchange, model, caller, given_id(exchange.headers) or "")
             case _:
                 raise nothing_here()
 
@@ -125,183 +112,89 @@ class KServeV2Routes:
 
     def _model(self, exchange: Exchange, name: bytes, version: str | None) -> tuple[Caller, ServedModel]:
         """The caller and the model of an exchange; raises the refusal."""
-        caller = self._intake.identify(exchange.headers, exchange.sink.peer)
-        model = model_with_face(self._intake, decoded(name), INFER, caller)
+        caller = self.intake.identify(exchange.headers, exchange.sink.peer)
+        model = model_with_face(self.intake, decoded(name), INFER, caller)
         if version is not None:
             check_version(model, version)
         return caller, model
 
-    def _infer(self, exchange: Exchange, caller: Caller, model: ServedModel) -> None:
-        try:
-            call: V2Call | CarpoolError = read_call(exchange, model)
-        except CarpoolError as fault:
-            without_frames(fault)
-            call = fault
-        # Of a body only its rows are needed from here on.
-        exchange.body = b""
-        ask = partial(self._ask, exchange, caller, model, call)
-        if caller.limit is None:
-            ask()
-            return
-        # A call that cannot be read counts as one row.
-        cost = len(call.rows) if isinstance(call, V2Call) else 1
-        entry = self._intake.enter_many(caller, cost)
-        if entry is None:
-            self._intake.when_known(caller, partial(go_on, exchange, ask), cost)
-        else:
-            go_on(exchange, ask, entry)
+    def check(self, exchange: Exchange) -> None:
+        """Take any Content-Type, as clients of this protocol send any.
 
-    def _ask(self, exchange: Exchange, caller: Caller, model: ServedModel, call: V2Call | CarpoolError) -> None:
-        if isinstance(call, CarpoolError):
-            respond_error(exchange, call)
-            return
+        But a page of another site has to send one of these two, which need a preflight.
+        """
         headers = exchange.headers
-        options = options_in(headers, preferences(headers.get(b"prefer", b"")))
-        if call.timeout_s is not None and (options.timeout_s is None or call.timeout_s < options.timeout_s):
-            options = replace(options, timeout_s=call.timeout_s)
-        begin = None if self._begin_trace is None else partial(self._begin_trace, headers)
-        reply = HttpReply(self._answers, exchange, model, replace(call, rows=[]), len(call.rows) > 1)
-        group = self._intake.ask_all(
-            caller=caller,
-            model=model,
-            parameters=call.parameters,
-            values=call.rows,
-            request_id=given_id(headers) or acceptable_id(call.id) or new_request_id(),
-            answer=reply.answer,
-            came=reply.came,
-            options=options,
-            begin_trace=begin,
-            route=INFER,
-        )
-        if not group.is_over:
-            reply.group = exchange.context = group
-            if group.came_in:  # else it may still be refused, and that is traced with its headers
-                exchange.headers = headers_for_answer(headers)
+        check_encoding(headers)
+        if is_of_page(headers) and media_type(headers.get(b"content-type", b"")) not in (JSON, OCTETS):
+            raise UnsupportedMedia("send the header `Content-Type: application/json`")
+
+    def read(self, exchange: Exchange, rest: ServedModel, caller: Caller) -> ListCall:
+        """The rows of a call; `how` is what it asks for."""
+        check_size(exchange, rest)
+        call = parse_call(exchange.headers, exchange.body)
+        return ListCall(rest, call.parameters, call.rows, call.wanted, id=call.id, timeout_s=call.timeout_s)
+
+    def work(self, exchange: Exchange, call: ListCall, own_id: str) -> Work:
+        """Outputs are joined when all of them are there."""
+        return InferWork(self, exchange, call, own_id)
+
+    def error_body(self, error: CarpoolError, detail: str) -> bytes:
+        """As Triton's."""
+        return msgspec.json.encode({"error": detail})
+
+    def name_of(self, number: int) -> str:
+        """Inputs are rows."""
+        return f"row {number}"
+
+    def lines(self, exchange: Exchange, own_id: str, limits: bytes) -> bytes:
+        """An id is echoed where the client sent one in a header."""
+        return echo_line(exchange.headers) + limits
 
 
-class HttpReply(ExchangeWorker):
-    """Answers a call when its rows have their outcomes. An answer that is long is written over several turns.
+class InferWork(Work):
+    """Answers a call when its rows have their outcomes. An answer that is long is written over several turns."""
 
-    What all calls hold of outputs is bounded (lists.py).
-    """
-
-    def __init__(
-        self, answers: Answers, exchange: Exchange, model: ServedModel, call: V2Call, is_several: bool
-    ) -> None:
-        self._answers = answers
-        self._exchange = exchange
-        self._model = model
-        self._call = call
-        self._is_several = is_several
-        self._version = model.tensors.version if model.tensors else ""
-        self._held = 0
-        self._is_over = False
-        self.group: RequestGroup | None = None
-        exchange.worker = self
+    def __init__(self, face: ListFace, exchange: Exchange, call: ListCall, own_id: str) -> None:
+        super().__init__(face, exchange, call, own_id)
+        self._version = call.model.tensors.version if call.model.tensors else ""
 
     def came(self, number: int, output: Output) -> Row:
         """The output of one row."""
         if number == 0:
             self._version = output.call.model_version or self._version
-        size = len(output.value)
-        self._held += size
-        self._answers.held += size
-        if self._answers.held > self._answers.bytes_max:
-            raise QueueFull("too many large answers are on their way; ask for fewer rows at a time", retry_after_s=1)
+        self._hold(len(output.value))
         return read_row(output.value)
 
-    def answer(self, outcomes: Sequence[Any], number: int | None) -> None:
-        """Take the outputs of all rows, or the error of one, or of all."""
-        first = outcomes[0]
-        if self._is_over:
-            return
-        if isinstance(first, CarpoolError):
-            self._fail(first, f"row {number}: " if number is not None and self._is_several else "")
-            return
-        try:
-            steps = write_answer(self._model.name, self._version, self._call.id, join_rows(outcomes), self._call.wanted)
-        except Exception as failure:
-            self._fail(as_error(failure))
-        else:
-            self._answers.turns.now(partial(self._go_on, steps))
-
-    def _fail(self, error: CarpoolError, where: str = "") -> None:
-        self._end()
-        respond_error(self._exchange, error, where)
-
-    def client_left(self, exchange: Exchange) -> None:
-        """The client has left: cancel the requests of its rows."""
-        self._end()
-        if self.group is not None:
-            self.group.leave()
-
-    def _end(self) -> None:
-        self._is_over = True
-        self._answers.held -= self._held
-        self._held = 0
-
-    def _go_on(self, steps: Generator[None, None, V2Answer]) -> None:
-        if self._is_over:
-            return
-        try:
-            self._write(steps)
-        except Exception as failure:  # whatever it is, the client must not be left waiting
-            self._fail(as_error(failure))
+    def _go_on(self) -> None:
+        call, outputs = self._call, join_rows(self._parts)
+        steps = write_answer(call.model.name, self._version, call.id, outputs, call.how)
+        self._face.answers.turns.now(partial(self._write, steps))
 
     def _write(self, steps: Generator[None, None, V2Answer]) -> None:
-        loop = asyncio.get_running_loop()
-        until = loop.time() + TURN_S
-        while loop.time() < until:
-            try:
-                next(steps)
-            except StopIteration as end:
-                self._send(end.value)
-                return
-        self._answers.turns.later(partial(self._go_on, steps))
+        if self._is_over:
+            return
+        time = asyncio.get_running_loop().time
+        until = time() + TURN_S
+        try:
+            while time() < until:
+                try:
+                    next(steps)
+                except StopIteration as end:
+                    self._send(end.value)
+                    return
+            self._face.answers.turns.later(partial(self._write, steps))
+        except Exception as failure:  # whatever it is, the client must not be left waiting
+            self._fail(as_error(failure), None)
 
     def _send(self, answer: V2Answer) -> None:
         exchange = self._exchange
         self._end()
-        lines = echo_line(exchange.headers) + exchange.limit_lines
+        lines = self._face.lines(exchange, self._own_id, exchange.limit_lines)
         if answer.header_length is None:
             exchange.respond(200, answer.body, JSON, lines)
         else:
             lines += b"Inference-Header-Content-Length: %d\r\n" % answer.header_length
             exchange.respond(200, answer.body, OCTETS, lines)
-
-
-def go_on(exchange: Exchange, ask: Callable[[], None], entry: LimitVerdict) -> None:
-    """The rate limit has let the call in, or refused it."""
-    if exchange.has_left:
-        return
-    if isinstance(entry, CarpoolError):
-        respond_error(exchange, entry)
-        return
-    exchange.limit_lines = entry
-    try:
-        ask()
-    except Exception as failure:
-        respond_error(exchange, as_error(failure))
-
-
-def respond_error(exchange: Exchange, error: CarpoolError, where: str = "") -> None:
-    """Answer with an error, in the protocol's form."""
-    exchange.sink.note_problem(exchange, error)
-    # One set of limit lines: the error's own, where it has some.
-    limits = b"" if error.header_lines else exchange.limit_lines
-    lines = echo_line(exchange.headers) + limits + problem_headers(error)
-    exchange.respond(error.status, msgspec.json.encode({"error": where + error.detail}), JSON, lines)
-
-
-def read_call(exchange: Exchange, model: ServedModel) -> V2Call:
-    """The call in a body; raises an error of the tree."""
-    check_encoding(exchange.headers)
-    # Clients of this protocol send any Content-Type. Pages of other sites cannot send these two without a preflight.
-    if is_of_page(exchange.headers) and media_type(exchange.headers.get(b"content-type", b"")) not in (JSON, OCTETS):
-        raise UnsupportedMedia("send the header `Content-Type: application/json`")
-    if len(exchange.body) > model.body_bytes_max:
-        raise too_large_for(model)
-    return parse_call(exchange.headers, exchange.body)
 
 
 def check_method(exchange: Exchange, method: bytes) -> None:

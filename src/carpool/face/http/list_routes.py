@@ -20,8 +20,9 @@ def add_list_faces(
     traces: RequestTraces | None = None,
 ) -> None:
     """Serve OpenAI, TEI and KServe V1; `is_down` says whether no endpoint of a model may be called."""
-    models = ModelRoutes(intake, is_down)
-    router.add(b"POST", EMBEDDINGS.encode(), EmbeddingsFace(intake, answers, traces).serve)
+    embeddings = EmbeddingsFace(intake, answers, traces)
+    models = ModelRoutes(embeddings, is_down)
+    router.add(b"POST", EMBEDDINGS.encode(), embeddings.serve)
     router.add(b"POST", COMPLETIONS.encode(), CompletionsFace(intake, answers, traces).serve)
     router.add(b"POST", EMBED.encode(), TeiFace(intake, answers, traces).serve)
     router.add(b"POST", b"/v1/models/*:predict", KServeV1Face(intake, answers, traces).serve)

@@ -1,4 +1,4 @@
-"""What the faces that take lists share: how a call comes in, and how its answer is put together.
+"""What the faces that take several inputs share: how a call comes in, and how its answer is put together.
 
 1. A call of k inputs counts as k for its owner's rate limit, or as one if it cannot be read; all of it comes in or
    nothing. It is read first for that: so no body may hold more than INPUTS_MAX.
@@ -17,12 +17,13 @@ from functools import partial
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from carpool.core.errors import CarpoolError, ClientLeft, QueueFull, without_frames
 from carpool.core.outcome import Outcome, Output
 from carpool.core.ports import NO_OPTIONS, Caller, LimitVerdict, RequestTraces
 from carpool.core.request import DONE, Request
-from carpool.core.timers import OncePerTurn, SharedTurns
+from carpool.core.timers import SharedTurns
 from carpool.face.http.exchange import JSON, Exchange, ExchangeWorker
 from carpool.face.http.gateway import (
     check_encoding,
@@ -32,7 +33,7 @@ from carpool.face.http.gateway import (
     preferences,
     with_trace,
 )
-from carpool.face.http.ids import request_id
+from carpool.face.http.ids import acceptable_id, request_id
 from carpool.face.http.problem import advice_lines
 from carpool.face.intake import Intake, RequestGroup, ServedModel, as_error, new_request_id
 
@@ -57,6 +58,9 @@ class ListCall(msgspec.Struct, eq=False):
     given_tokens: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    # The id that the call itself has, for those without one in a header; and how long its client wants to wait.
+    id: str = ""
+    timeout_s: float | None = None
 
 
 class Answers:
@@ -66,16 +70,13 @@ class Answers:
         self.bytes_max = bytes_max
         self.held = 0
         self._left = TURN_BYTES
-        # Made when there is an event loop.
-        self._turn: OncePerTurn | None = None
         # For work that is measured in seconds.
         self.turns = SharedTurns() if turns is None else turns
 
     def may_work(self, size: int) -> bool:
         """Whether so many bytes may be worked on in this turn; one piece always may."""
-        if self._turn is None:
-            self._turn = OncePerTurn(self._next_turn)
-        self._turn.notify()
+        if self._left == TURN_BYTES:
+            asyncio.get_running_loop().call_soon(self._next_turn)
         is_now = self._left > 0
         self._left -= size if is_now else 0
         return is_now
@@ -85,11 +86,13 @@ class Answers:
 
 
 class ListFace(ExchangeWorker):
-    """Serves the calls of one path. What differs between faces is in the methods that raise NotImplementedError."""
+    """Serves calls of one kind. What differs between faces is in the methods before `serve`."""
 
     # What an input is called in errors, and the path in traces.
     field = "inputs"
     route = ""
+    # Rule 6. Not for answers that may take several turns to write, even for one input.
+    has_short_way = True
 
     def __init__(self, intake: Intake, answers: Answers, traces: RequestTraces | None = None) -> None:
         self.intake = intake
@@ -97,9 +100,18 @@ class ListFace(ExchangeWorker):
         self._begin_trace = None if traces is None else traces.begin
         self._singles = Singles(self)
 
-    def read(self, exchange: Exchange, rest: str, caller: Caller) -> ListCall:
-        """The call in a body; raises an error of the tree."""
+    def check(self, exchange: Exchange) -> None:
+        """Raise UnsupportedMedia for a body that has another form than those that `read` takes."""
+        check_media(exchange)
+        check_encoding(exchange.headers)
+
+    def read(self, exchange: Exchange, rest: Any, caller: Caller) -> ListCall:
+        """The call in a body; `rest` is what its path says. Raises an error of the tree."""
         raise NotImplementedError
+
+    def work(self, exchange: Exchange, call: ListCall, own_id: str) -> "Work":
+        """What waits for the outputs of a call, and answers it."""
+        return Work(self, exchange, call, own_id)
 
     def piece(self, call: ListCall, number: int, output: Output) -> bytes:
         """An input's part of the answer; raises UpstreamProtocolFault."""
@@ -113,62 +125,62 @@ class ListFace(ExchangeWorker):
         """An error, in the face's own form. `detail` names the input, where it is that of one."""
         raise NotImplementedError
 
-    def limit_lines(self, lines: bytes) -> bytes:
-        """The header lines that tell of the rate limit, from those that `/v1/inference` has."""
-        return lines
+    def name_of(self, number: int) -> str:
+        """What an input is called in an error."""
+        return f"`{self.field}[{number}]`"
+
+    def lines(self, exchange: Exchange, own_id: str, limits: bytes) -> bytes:
+        """The header lines of any answer: its id, and `limits`, those of the rate limit that `/v1/inference` has."""
+        return id_line(own_id) + limits
 
     def advice(self, error: CarpoolError) -> bytes:
         """The header lines that say what to do about an error."""
         return advice_lines(error)
 
-    def serve(self, exchange: Exchange, rest: str) -> None:
+    def serve(self, exchange: Exchange, rest: str = "") -> None:
         """One call, from its bytes to its answer."""
         own_id = new_request_id() if exchange.is_plain else request_id(exchange.headers)
         try:
             caller = exchange.sink.peer.caller or self.intake.identify(exchange.headers, exchange.sink.peer)
-            try:
-                if not exchange.is_plain:
-                    check_media(exchange)
-                    check_encoding(exchange.headers)
-                call: ListCall | CarpoolError = self.read(exchange, rest, caller)
-            except CarpoolError as fault:
-                without_frames(fault)
-                call = fault
-            exchange.body = b""
-            self._enter(exchange, caller, call, own_id)
+            self.take(exchange, rest, caller, own_id)
         except Exception as failure:
             self.refuse(exchange, as_error(failure), own_id)
 
-    def _enter(self, exchange: Exchange, caller: Caller, call: ListCall | CarpoolError, own_id: str) -> None:
+    def take(self, exchange: Exchange, rest: Any, caller: Caller, own_id: str) -> None:
+        """Read a call, and let it in (rule 1); raises what it is to be refused with."""
+        try:
+            if not exchange.is_plain:
+                self.check(exchange)
+            call: ListCall | CarpoolError = self.read(exchange, rest, caller)
+        except CarpoolError as fault:
+            without_frames(fault)
+            call = fault
+        exchange.body = b""  # of which only the inputs are needed from here on
         if caller.limit is None:
             self._ask(exchange, caller, call, own_id)
             return
         cost = len(call.values) if isinstance(call, ListCall) else 1
         entry = self.intake.enter(caller) if cost == 1 else self.intake.enter_many(caller, cost)
-        if entry is not None:
-            self._entered(exchange, caller, call, own_id, entry)
-            return
-        self.intake.when_known(caller, partial(self._known, exchange, caller, call, own_id), cost)
-
-    def _known(
-        self, exchange: Exchange, caller: Caller, call: ListCall | CarpoolError, own_id: str, entry: LimitVerdict
-    ) -> None:
-        """The rate limit that all gateways share has let the call in, or refused it."""
-        if exchange.has_left:
-            return
-        try:
-            self._entered(exchange, caller, call, own_id, entry)
-        except Exception as failure:
-            self.refuse(exchange, as_error(failure), own_id)
+        entered = partial(self._entered, exchange, caller, call, own_id)
+        if entry is None:
+            self.intake.when_known(caller, entered, cost)
+        else:
+            entered(entry)
 
     def _entered(
         self, exchange: Exchange, caller: Caller, call: ListCall | CarpoolError, own_id: str, entry: LimitVerdict
     ) -> None:
-        if isinstance(entry, CarpoolError):
-            self.refuse(exchange, entry, own_id)
+        """The rate limit, which all gateways may share, has let the call in, or refused it."""
+        if exchange.has_left:
             return
-        exchange.limit_lines = entry
-        self._ask(exchange, caller, call, own_id)
+        try:
+            if isinstance(entry, CarpoolError):
+                self.refuse(exchange, entry, own_id)
+                return
+            exchange.limit_lines = entry
+            self._ask(exchange, caller, call, own_id)
+        except Exception as failure:
+            self.refuse(exchange, as_error(failure), own_id)
 
     def _ask(self, exchange: Exchange, caller: Caller, call: ListCall | CarpoolError, own_id: str) -> None:
         if isinstance(call, CarpoolError):
@@ -177,7 +189,9 @@ class ListFace(ExchangeWorker):
         headers, options = exchange.headers, NO_OPTIONS
         if not exchange.is_plain:
             options = options_in(headers, preferences(headers.get(b"prefer", b"")))
-        if len(call.values) == 1:
+        if call.timeout_s is not None and (options.timeout_s is None or call.timeout_s < options.timeout_s):
+            options = replace(options, timeout_s=call.timeout_s)
+        if len(call.values) == 1 and self.has_short_way:
             if self._begin_trace is not None and (trace := self._begin_trace(headers)) is not None:
                 options = with_trace(options, trace)
             ticket, (value,), call.values = (exchange, call), call.values, ()
@@ -187,8 +201,9 @@ class ListFace(ExchangeWorker):
                 exchange.context, exchange.worker = request, self
                 exchange.headers = headers_for_answer(headers)
             return
+        own_id = own_id or acceptable_id(call.id) or new_request_id()
         begin = None if self._begin_trace is None else partial(self._begin_trace, headers)
-        work = Work(self, exchange, call, own_id)
+        work = self.work(exchange, call, own_id)
         work.group = self.intake.ask_all(
             caller=caller,
             model=call.model,
@@ -217,9 +232,9 @@ class ListFace(ExchangeWorker):
             exchange.break_off()
             return
         exchange.sink.note_problem(exchange, error)
-        detail = error.detail if number is None else f"`{self.field}[{number}]`: {error.detail}"
+        detail = error.detail if number is None else f"{self.name_of(number)}: {error.detail}"
         # One set of limit lines: the error's own, where it has some.
-        lines = id_line(own_id) + self.limit_lines(error.header_lines or exchange.limit_lines) + self.advice(error)
+        lines = self.lines(exchange, own_id, error.header_lines or exchange.limit_lines) + self.advice(error)
         exchange.respond(error.status, self.error_body(error, detail), JSON, lines)
 
 
@@ -243,7 +258,7 @@ class Singles:
                 return
             piece = face.piece(call, 0, outcome)
             content_type, before, after = face.ends(call, request.id)
-            lines = id_line(request.id) + face.limit_lines(exchange.limit_lines)
+            lines = face.lines(exchange, request.id, exchange.limit_lines)
             if content_type is JSON:
                 exchange.sink.answer(exchange, (before, piece, after), lines)
             else:
@@ -271,7 +286,7 @@ class Work(ExchangeWorker):
         self.group: RequestGroup | None = None
         exchange.worker = self
 
-    def came(self, number: int, output: Output) -> bytes | Output:
+    def came(self, number: int, output: Output) -> Any:
         """Make an output a piece, or keep it for a later turn."""
         answers = self._face.answers
         if answers.may_work(len(output.value)):
@@ -319,7 +334,7 @@ class Work(ExchangeWorker):
     def _respond(self) -> None:
         exchange = self._exchange
         content_type, before, after = self._face.ends(self._call, self._own_id)
-        lines = id_line(self._own_id) + self._face.limit_lines(exchange.limit_lines)
+        lines = self._face.lines(exchange, self._own_id, exchange.limit_lines)
         if self._held <= PART_BYTES:
             parts = self._parts
             self._end()

@@ -69,19 +69,21 @@ _decode_usual = msgspec.json.Decoder(_UsualEmbeddings).decode
 
 
 class OpenAiFace(ListFace):
-    """What both paths have in common."""
+    """What these paths have in common."""
 
     def error_body(self, error: CarpoolError, detail: str) -> bytes:
         """With OpenAI's own codes, where it has one."""
-        return error_json(error, detail)
+        kind = _TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "server_error")
+        code = _CODES.get(error.code, error.code.replace("-", "_"))
+        return _quoted({"error": {"message": detail, "type": kind, "param": None, "code": code}})
 
-    def limit_lines(self, lines: bytes) -> bytes:
+    def lines(self, exchange: Exchange, own_id: str, limits: bytes) -> bytes:
         """Our lines of the rate limit, and the same in OpenAI's headers."""
-        return lines and openai_limit_lines(lines)
+        return id_line(own_id) + (limits and openai_limit_lines(limits))
 
     def advice(self, error: CarpoolError) -> bytes:
         """With `X-Should-Retry`: without it SDKs decide by the status alone."""
-        return error_lines(error)
+        return advice_lines(error) + (b"X-Should-Retry: true\r\n" if error.retryable else b"X-Should-Retry: false\r\n")
 
 
 class EmbeddingsFace(OpenAiFace):
@@ -186,46 +188,51 @@ class CompletionsFace(OpenAiFace):
 class ModelRoutes:
     """`/v1/models`: for OpenAI a list of them; each by itself also as KServe V1 and TF Serving tell of it."""
 
-    def __init__(self, intake: Intake, is_down: Callable[[str], bool]) -> None:
-        self._intake = intake
+    def __init__(self, face: OpenAiFace, is_down: Callable[[str], bool]) -> None:
+        # For its errors.
+        self._face = face
         self._is_down = is_down
         self._created = int(time.time())
 
     def all(self, exchange: Exchange, _: str) -> None:
         """`GET /v1/models`: those that the caller may ask for."""
 
-        def tell() -> None:
-            caller = self._intake.identify(exchange.headers, exchange.sink.peer)
-            models = [self._tell(model) for model in self._intake.models_of(caller)]
-            exchange.respond(200, _quoted({"object": "list", "data": models}))
+        def models(caller: Caller) -> tuple[int, object]:
+            return 200, {"object": "list", "data": [self._tell(model) for model in self._face.intake.models_of(caller)]}
 
-        told(exchange, tell)
+        self._answer(exchange, models)
 
     def one(self, exchange: Exchange, name: str) -> None:
         """`GET /v1/models/NAME`: 503 while no endpoint of its may be called."""
 
-        def tell() -> None:
-            caller = self._intake.identify(exchange.headers, exchange.sink.peer)
-            model = self._intake.model(name, caller)
+        def model(caller: Caller) -> tuple[int, object]:
+            model = self._face.intake.model(name, caller)
             is_ready = not self._is_down(model.name)
             state = {"version": "1", "state": "AVAILABLE" if is_ready else "UNAVAILABLE"}
             status = {**state, "status": {"error_code": "OK" if is_ready else "UNAVAILABLE", "error_message": ""}}
             body = {**self._tell(model), "name": model.name, "ready": is_ready, "model_version_status": [status]}
-            exchange.respond(200 if is_ready else 503, _quoted(body))
+            return 200 if is_ready else 503, body
 
-        told(exchange, tell)
+        self._answer(exchange, model)
 
     def chat(self, exchange: Exchange, _: str) -> None:
         """`POST /v1/chat/completions`: what to use instead."""
 
-        def tell() -> None:
-            self._intake.identify(exchange.headers, exchange.sink.peer)
+        def nothing(_: Caller) -> tuple[int, object]:
             raise NotFound(
                 "chat is not served here: put the messages into one text with the model's own template, and send "
                 "that as `prompt` to /v1/completions"
             )
 
-        told(exchange, tell)
+        self._answer(exchange, nothing)
+
+    def _answer(self, exchange: Exchange, find: Callable[[Caller], tuple[int, object]]) -> None:
+        """Answer with the status and body that `find` returns for the caller, or with the error that it raises."""
+        try:
+            status, body = find(self._face.intake.identify(exchange.headers, exchange.sink.peer))
+            exchange.respond(status, _quoted(body))
+        except Exception as failure:
+            self._face.refuse(exchange, as_error(failure), request_id(exchange.headers))
 
     def _tell(self, model: ServedModel) -> dict[str, object]:
         return {"id": model.name, "object": "model", "created": self._created, "owned_by": "carpool"}
@@ -233,17 +240,6 @@ class ModelRoutes:
 
 class _StreamOptions(msgspec.Struct):
     include_usage: bool = False
-
-
-def told(exchange: Exchange, tell: Callable[[], None]) -> None:
-    """Answer with what `tell` says, or with the error that it raises."""
-    try:
-        tell()
-    except Exception as failure:
-        error = as_error(failure)
-        exchange.sink.note_problem(exchange, error)
-        lines = id_line(request_id(exchange.headers)) + error_lines(error)
-        exchange.respond(error.status, error_json(error, error.detail), JSON, lines)
 
 
 def named_model(intake: Intake, fields: dict[str, Raw], path: str, caller: Caller) -> ServedModel:
@@ -287,18 +283,6 @@ def as_base64(value: bytes) -> bytes:
 def not_a_text() -> UpstreamProtocolFault:
     """The error for an output that is no text."""
     return UpstreamProtocolFault("the model's output is no text; ask it at /v1/inference")
-
-
-def error_json(error: CarpoolError, detail: str) -> bytes:
-    """An error as OpenAI writes it."""
-    kind = _TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "server_error")
-    code = _CODES.get(error.code, error.code.replace("-", "_"))
-    return _quoted({"error": {"message": detail, "type": kind, "param": None, "code": code}})
-
-
-def error_lines(error: CarpoolError) -> bytes:
-    """The header lines that say what to do about an error."""
-    return advice_lines(error) + (b"X-Should-Retry: true\r\n" if error.retryable else b"X-Should-Retry: false\r\n")
 
 
 @lru_cache(LINES_KEPT)
