@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable
 from random import Random
 
+import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -109,6 +110,23 @@ def test_no_more_comes_in_than_the_bound(
     largest = max(burst, *costs)
     without_answer = gateways * max(costs) if lost_share else 0
     assert most_in_a_minute(fleet.door.came_in) <= per_minute * 1.10 + largest + without_answer
+
+
+@pytest.mark.parametrize(("per_minute", "gateways", "before"), [(1000, 4, 0.9), (3000, 2, 0.8), (300, 2, 0.6)])
+def test_a_flood_that_finds_every_gateway_with_a_lease(per_minute: int, gateways: int, before: float) -> None:
+    """The most that can come in: a full bucket, and leases for what each gateway let in just before."""
+    fleet = Fleet(gateways, Random(1), answer_s=0.002)
+    fleet.caller = limited(per_minute)
+    interval_s = 60.0 / per_minute
+
+    def client(fleet: Fleet) -> list[tuple[float, int, int]]:
+        steady = [interval_s / before] * int(8.0 * before / interval_s)
+        flood = [interval_s / 2.5] * (3 * per_minute)
+        return [(pause_s, number % gateways, 1) for number, pause_s in enumerate([*steady, 1.0, *flood])]
+
+    fleet.run(client)
+    most = most_in_a_minute(fleet.door.came_in)
+    assert per_minute * 1.05 < most <= per_minute * 1.10 + 1
 
 
 @given(
