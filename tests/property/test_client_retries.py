@@ -12,12 +12,12 @@ lucks = st.floats(0, 1)
 def test_retries_are_a_share_of_the_calls(share: float, reserve: float, steps: list[bool]) -> None:
     budget = ClientRetryBudget(share, reserve)
     calls = retries = 0
-    for is_call in steps:
+    for number, is_call in enumerate(steps):
         if is_call:
             calls += 1
             budget.called()
         else:
-            retries += budget.take()
+            retries += budget.take(float(number))
         assert retries <= reserve + share * calls + 1e-6
 
 

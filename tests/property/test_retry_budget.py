@@ -4,6 +4,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from carpool.core.token_bucket import ROUNDING
 from carpool.upstream.retry import RetryBudget
 
 
@@ -17,8 +18,8 @@ class RetryBudgetMachine(RuleBasedStateMachine):
     )
     def make(self, share: float, floor_per_s: float, kept_max: float) -> None:
         self.share, self.floor_per_s, self.kept_max = share, floor_per_s, kept_max
-        self.budget = RetryBudget(share, floor_per_s, kept_max)
         self.began = self.now = 1000.0
+        self.budget = RetryBudget(share, floor_per_s, kept_max, now=self.now)
         self.batches = self.retries = 0
 
     @rule(count=st.integers(1, 50))
@@ -51,7 +52,7 @@ class RetryBudgetMachine(RuleBasedStateMachine):
     def no_more_than_was_paid_for(self) -> None:
         if hasattr(self, "budget"):
             paid = self.share * self.batches + self.floor_per_s * (self.now - self.began) + self.kept_max / 2
-            assert self.retries <= paid + 1e-6
+            assert self.retries <= paid + 2 * ROUNDING
 
 
 RetryBudgetMachine.TestCase.settings = settings(stateful_step_count=30)

@@ -8,56 +8,26 @@ from carpool.core.errors import CarpoolError
 from carpool.core.ports import Caller, LimitVerdict, RateAsk, RateLimit, RateLimits, RateTold
 
 TICKS_A_SECOND = 8_000_000
-DEBT_MAX = 65536
-KEPT_S = 3.0
 
 
 class BucketModel:
     """One owner's hash, and what the script makes of it."""
 
     def __init__(self) -> None:
-        self.full = 0
-        # How full a call that borrowed made it.
-        self.debt = 0
-        # By gateway: how many are leased, until when.
-        self.leases: dict[str, tuple[int, int]] = {}
+        self.full = self.at = 0
 
-    def step(self, gateway: str, ask: RateAsk, now: int) -> RateTold:
+    def step(self, ask: RateAsk, now: int) -> RateTold:
         """As the script does; `now` in its own ticks."""
         interval = -(-60 * TICKS_A_SECOND // ask.per_minute)
-        kept_for = floor(KEPT_S * TICKS_A_SECOND)
-        full, charge = max(now, self.full), 0
-        for name, (count, ends) in list(self.leases.items()):
-            if not now < ends <= now + kept_for:
-                charge += count
-                del self.leases[name]
-        others = sum(count for name, (count, _) in self.leases.items() if name != gateway)
-        lease, _ = self.leases.pop(gateway, (0, 0))
-        is_kept, kept = bool(lease) and ask.used is not None, 0
-        if is_kept and ask.used is not None:
-            used = min(ask.used, lease)
-            kept = min(ask.kept, lease - used)
-            charge += used
-        else:
-            charge += lease
-        all_of_it = now + ask.capacity * interval
-        if not all_of_it < self.debt <= all_of_it + DEBT_MAX * interval:
-            self.debt = 0
-        full = min(full + charge * interval, (self.debt or all_of_it) + ask.leased_max * interval)
-        there, granted = (all_of_it - full) // interval, 0
-        if there >= ask.fit:
+        ahead = max(0, self.full - max(now, self.at))
+        there, granted, leased = (ask.capacity * interval - ahead) // interval, 0, 0
+        if there >= min(ask.cost, ask.burst):
             granted = min(ask.need, max(1, there // ask.cost))
-        full += granted * ask.cost * interval
-        if granted * ask.cost > there:
-            self.debt = full
-        leased = 0
         if granted == ask.need:
-            free = (now + ask.capacity * interval - full) // interval
-            leased = max(0, min(ask.want, min(ask.leased_max, free) - others - kept))
-        if kept + leased:
-            self.leases[gateway] = (kept + leased, now + kept_for)
-        self.full = full
-        return RateTold(granted, leased, is_kept, (full - now) / TICKS_A_SECOND)
+            leased = max(0, min(ask.want, there - granted * ask.cost - ask.burst))
+        ahead += (granted * ask.cost + leased) * interval
+        self.full, self.at = now + ahead, now
+        return RateTold(granted, leased, ahead / TICKS_A_SECOND)
 
 
 class BudgetModel:
@@ -68,22 +38,21 @@ class BudgetModel:
         self.buckets: dict[str, BucketModel] = {}
         self.asked = 0
 
-    def way(self, gateway: str, delays: Callable[[], tuple[float, float, str]]) -> "WayToBudget":
+    def way(self, delays: Callable[[], tuple[float, float, str]]) -> "WayToBudget":
         """How a gateway reaches it; `delays`: seconds there and back, and which of both loses it ("", there, back)."""
-        return WayToBudget(self, gateway, delays)
+        return WayToBudget(self, delays)
 
-    def step(self, gateway: str, ask: RateAsk) -> RateTold:
+    def step(self, ask: RateAsk) -> RateTold:
         self.asked += 1
         bucket = self.buckets.setdefault(ask.owner, BucketModel())
-        return bucket.step(gateway, ask, floor(self._clock() * TICKS_A_SECOND))
+        return bucket.step(ask, floor(self._clock() * TICKS_A_SECOND))
 
 
 class WayToBudget:
     """A connection: what is sent first arrives first (core.ports.RateBudget)."""
 
-    def __init__(self, budget: BudgetModel, gateway: str, delays: Callable[[], tuple[float, float, str]]) -> None:
+    def __init__(self, budget: BudgetModel, delays: Callable[[], tuple[float, float, str]]) -> None:
         self._budget = budget
-        self._gateway = gateway
         self._delays = delays
         self._last = 0.0
 
@@ -93,7 +62,7 @@ class WayToBudget:
         self._last = arrives = max(self._last, loop.time() + there_s)
 
         def arrived() -> None:
-            answers = [None if lost == "there" else self._budget.step(self._gateway, ask) for ask in asks]
+            answers = [None if lost == "there" else self._budget.step(ask) for ask in asks]
             loop.call_later(back_s, answered, [None if lost else answer for answer in answers])
 
         def answered(answers: list[RateTold | None]) -> None:

@@ -598,8 +598,21 @@ class TestBatchesLeaveApart:
 
         stand.run(main)
 
+    @pytest.mark.parametrize(("slots", "mean_s"), [(8, 0.05), (4, 0.2)])
+    def test_that_costs_slots_little_where_calls_take_now_long_now_short(self, slots: int, mean_s: float) -> None:
+        random, gpu = Random(1), FakeUpstream(slots=slots)
+        for _ in range(2000):
+            gpu.then(echo, delay_s=random.expovariate(1 / mean_s))
+        stand = Stand(slots=slots, gpu=gpu, max_batch=1)
+
+        async def main() -> None:
+            await keep_busy(stand, 0.2 + mean_s)
+            assert await keep_busy(stand, 60 * mean_s) > 0.98
+            await asyncio.sleep(20.0)
+
+        stand.run(main)
+
     def test_they_do_so_again_after_the_process_stood_still(self) -> None:
-        """No slot was kept idle on purpose for all that time: nothing of what may be spent on it is gone."""
         slots, service_s = 32, 0.2
         stand = Stand(slots=slots, gpu=FakeUpstream(slots=slots).then(echo, delay_s=service_s, times=5000), max_batch=1)
         stood: list[float] = []

@@ -6,11 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from carpool.admission.key_file import KeyFile, KeyFileWatch
+from carpool.admission.key_file import LOOK_BUSY_S, KeyFile
+from carpool.composition.credentials import FileWatch
 from carpool.core.api_key import ApiKey, KeyStoreError
 
 ALICE = ApiKey(name="alice", sha256="a" * 64, tier="paid", models=("m",), per_minute=7, created=1.5)
 BOB = ApiKey(name="bob", sha256="b" * 64)
+
+
+def watching(path: Path, told: list[list[ApiKey]]) -> FileWatch:
+    file = KeyFile(path)
+    return FileWatch(str(path), file.version, lambda _: told.append(file.all(LOOK_BUSY_S)))
 
 
 @pytest.fixture
@@ -31,7 +37,7 @@ def test_create_list_revoke(path: Path) -> None:
 def test_a_watch_tells_of_each_change_once(path: Path) -> None:
     file = KeyFile(path)
     told: list[list[ApiKey]] = []
-    watch = KeyFileWatch(file, told.append)
+    watch = watching(path, told)
     watch.look()
     watch.look()
     assert told == [[]]
@@ -57,7 +63,7 @@ def test_also_where_a_tool_gave_the_file_a_write_ahead_log(path: Path, stays_ope
     file = KeyFile(path)
     file.create(ALICE)
     told: list[list[ApiKey]] = []
-    watch = KeyFileWatch(file, told.append)
+    watch = watching(path, told)
     with closing(sqlite3.connect(path)) as tool:
         assert tool.execute("PRAGMA journal_mode = WAL").fetchone() == ("wal",)
         if not stays_open:
@@ -82,7 +88,7 @@ def test_an_empty_file_has_no_keys_yet(path: Path) -> None:
     path.parent.mkdir()
     path.touch()
     told: list[list[ApiKey]] = []
-    KeyFileWatch(KeyFile(path), told.append).look()
+    watching(path, told).look()
     assert told == [[]] and not KeyFile(path).revoke("alice")
     assert KeyFile(path).create(BOB)
 
@@ -91,7 +97,7 @@ def test_while_somebody_writes_what_is_known_stays(path: Path, caplog: pytest.Lo
     file = KeyFile(path)
     file.create(ALICE)
     told: list[list[ApiKey]] = []
-    watch = KeyFileWatch(file, told.append)
+    watch = watching(path, told)
     watch.look()
     file.create(BOB)
     with closing(sqlite3.connect(path, isolation_level=None)) as other:

@@ -7,8 +7,8 @@ from itertools import count
 import pytest
 
 from carpool.admission import shared_limits
-from carpool.admission.leases import LEASE_KEPT_S, Lease
-from carpool.admission.limits import TIDY_FROM, Buckets, LocalLimits, Permits
+from carpool.admission.leases import LEASE_S, Lease
+from carpool.admission.limits import TIDY_FROM, LocalLimits, Permits
 from carpool.admission.shared_limits import SharedLimits
 from carpool.core.errors import CarpoolError, ClientLeft
 from carpool.core.ports import Caller, LimitVerdict, RateAsk, RateLimit, RateTold
@@ -40,14 +40,12 @@ class TestOneProcess:
         assert "20 requests a minute" in refusal.detail
 
     def test_whoever_gets_a_higher_limit_may_use_it(self) -> None:
-        """A bucket of 100 a minute each is full again in 100 minutes: no matter to one that has 1,000 a minute."""
-        clock = FakeClock()
-        limits = LocalLimits(clock)
+        """A bucket of 1 a minute is full again in 100 minutes: no matter to one that has 1,000 a minute."""
+        limits = LocalLimits(FakeClock())
         for _ in range(100):
             limits.enter(limited(1, burst=100))
-        assert refused(limits.enter(limited(1000, burst=100))).retry_after_s == 1
-        clock.advance(1.0)
-        assert left_of(limits.enter(limited(1000, burst=100))) == 15
+        assert left_of(limits.enter(limited(1000, burst=100))) == 99
+        assert refused(limits.enter(limited(1, burst=100))).retry_after_s == 60
 
     def test_a_call_of_several_takes_as_many_or_nothing(self) -> None:
         clock = FakeClock()
@@ -76,22 +74,15 @@ class TestOneProcess:
         refused(limits.enter(caller))
 
     def test_debts_are_remembered_and_bounded(self) -> None:
-        buckets = Buckets(owners_max=4 * TIDY_FROM)
+        clock = FakeClock()
+        limits = LocalLimits(clock, buckets_max=4 * TIDY_FROM)
         for number in range(2 * TIDY_FROM):
-            assert buckets.take_many(str(number), 0.0, 1.0, 1, 50) > 0
-        assert buckets.take("0", 1.0, 1.0, 1) < 0
+            left_of(limits.enter_many(limited(60, owner=str(number)), 50))
+        clock.advance(1.0)
+        assert refused(limits.enter(limited(60, owner="0"))).retry_after_s == 49
         for number in range(20 * TIDY_FROM):
-            buckets.take_many(f"other {number}", 0.0, 1.0, 1, 50)
-        assert len(buckets) <= 8 * TIDY_FROM
-
-    def test_buckets_of_other_limits_are_forgotten(self) -> None:
-        buckets = Buckets()
-        for number in range(10 * TIDY_FROM):
-            owner = str(number)
-            buckets.take(owner, float(number), 1.0, 2)
-            buckets.take(owner, float(number), 1.0, 2)
-            buckets.take(owner, float(number), 0.1, 1)
-        assert len(buckets) <= 2 * TIDY_FROM
+            limits.enter_many(limited(60, owner=f"other {number}"), 50)
+        assert len(limits) <= 4 * TIDY_FROM
 
     @pytest.mark.parametrize("caller", [Caller("o", 0), limited(0)])
     def test_who_has_no_limit_comes_in(self, caller: Caller) -> None:
@@ -103,6 +94,9 @@ class TestOneProcess:
         limits, caller = LocalLimits(clock, lambda: gateways), limited(60, burst=8)
         assert [left_of(limits.enter(caller)) for _ in range(2)] == [1, 0]
         assert refused(limits.enter(caller)).retry_after_s == 4
+        gateways = 2
+        assert [left_of(limits.enter(caller)) for _ in range(4)] == [3, 2, 1, 0]
+        assert refused(limits.enter(caller)).retry_after_s == 2
 
     def test_a_part_is_at_least_something(self) -> None:
         limits = LocalLimits(FakeClock(), lambda: 0)
@@ -111,17 +105,19 @@ class TestOneProcess:
 
 class TestMemory:
     def test_owners_whose_buckets_are_full_are_forgotten(self) -> None:
-        buckets = Buckets()
+        clock = FakeClock()
+        limits = LocalLimits(clock)
         for number in range(10 * TIDY_FROM):
-            buckets.take(str(number), number * 1.0, 10.0, 1)
-        assert len(buckets) <= 2 * TIDY_FROM
+            limits.enter(limited(6, owner=str(number)))
+            clock.advance(1.0)
+        assert len(limits) <= 2 * TIDY_FROM
 
     def test_there_is_a_bound_also_where_none_is_full(self) -> None:
-        buckets = Buckets(owners_max=100)
+        limits = LocalLimits(FakeClock(), buckets_max=100)
         for number in range(1000):
-            buckets.take(str(number), 0.0, 1000.0, 1)
-        assert len(buckets) <= 100
-        assert buckets.take("999", 0.0, 1000.0, 1) < 0  # the last ones are remembered
+            limits.enter(limited(1, owner=str(number)))
+        assert len(limits) <= 100
+        refused(limits.enter(limited(1, owner="999")))  # the last ones are remembered
 
 
 class TestAtOnce:
@@ -176,65 +172,68 @@ class TestLease:
         """One that was asked for and given at 100.0."""
         lease = Lease(LIMIT)
         ask_of(lease, 1, 100.0)
-        lease.told(RateTold(1, leased, False, 0.0), 1, 100.0)
+        lease.told(RateTold(1, leased, 0.0), 100.0)
         return lease
 
-    def test_what_was_used_is_told_and_the_rest_is_kept(self) -> None:
+    def test_it_lets_in_as_many_as_were_leased_for_its_time(self) -> None:
         lease = self.lease(5)
-        lease.enter(100.7)
-        lease.enter(100.7)
-        ask = ask_of(lease, 0, 100.8)
-        assert (ask.used, ask.kept) == (2, 3)
-        assert lease.enter(100.81)  # while the question is out
-        lease.told(RateTold(0, 4, True, 0.0), 0, 100.85)
-        assert lease.left == 6
-        ask = ask_of(lease, 0, 101.2)
-        assert (ask.used, ask.kept) == (1, 6)
+        assert lease.enter(100.5, 3)
+        assert lease.enter(100.5, 3) is None
+        assert lease.enter(100.5)
+        assert lease.enter(100.0 + LEASE_S) is None
 
-    def test_one_that_nobody_used_is_given_up(self) -> None:
+    def test_the_next_one_begins_when_it_is_used_or_over_and_adds_no_time_to_it(self) -> None:
         lease = self.lease(5)
-        ask_of(lease, 0, 100.7)
-        lease.told(RateTold(0, 0, True, 0.0), 0, 100.7)
-        ask = ask_of(lease, 0, 102.0)
-        assert (ask.used, ask.kept, ask.want) == (0, 0, 0)
-        assert not lease.is_open()
+        assert lease.enter(101.25)
+        assert ask_of(lease, 0, 101.25).want == 0  # what is left is enough
+        assert lease.enter(101.5, 3)
+        assert ask_of(lease, 0, 101.5).want == 23
+        assert lease.enter(101.6)  # while the question is out
+        lease.told(RateTold(0, 4, 0.0), 101.7)
+        assert lease.enter(102.5, 4)
+        assert lease.enter(102.5) is None
+        ask_of(lease, 0, 105.0)
+        lease.told(RateTold(0, 9, 0.0), 105.0)
+        ask_of(lease, 0, 106.0)
+        lease.told(RateTold(0, 4, 0.0), 106.0)
+        assert lease.enter(107.1, 4)  # the nine are lost
+        assert lease.enter(107.1) is None
 
-    def test_what_the_budget_does_not_remember_any_more_is_forgotten_here_too(self) -> None:
-        lease = Lease(LIMIT)
-        ask_of(lease, 1, 100.0)
-        lease.failed(100.5)
-        assert lease.is_forgettable(100.5 + LEASE_KEPT_S)
-        assert ask_of(lease, 1, 100.5 + LEASE_KEPT_S).used == 0
+    def test_one_that_is_not_used_is_not_renewed(self) -> None:
+        lease = self.lease(5)
+        assert not lease.is_due(101.0)
+        assert lease.is_due(101.5)
+        assert not lease.is_used()
+        assert not lease.is_forgettable(101.5)
+        assert lease.is_forgettable(102.0)
+        lease.enter(101.5)
+        assert lease.is_used()
 
     def test_what_is_wanted_follows_the_rate_and_has_a_bound(self) -> None:
         lease = Lease(LIMIT)
         assert ask_of(lease, 1, 100.0).want == 0
-        lease.told(RateTold(1, 0, False, 0.0), 1, 100.0)
+        lease.told(RateTold(1, 0, 0.0), 100.0)
         assert ask_of(lease, 1, 100.25).want == 8
-        lease.told(RateTold(1, 0, False, 0.0), 1, 100.25)
-        ask = ask_of(lease, 50, 100.3)
-        assert ask.want == ask.leased_max == 90
+        lease.told(RateTold(1, 0, 0.0), 100.25)
+        assert ask_of(lease, 50, 100.3).want == 200  # what comes back in its time
 
     def test_a_refusal_tells_how_long_there_is_nothing(self) -> None:
         lease = Lease(RateLimit(60, 1))
         ask = ask_of(lease, 2, 100.0)
-        full_s = float(ask.capacity)
-        lease.told(RateTold(1, 0, False, full_s + 0.5), 2, 100.1)
-        assert lease.over_until == 101.5
+        lease.told(RateTold(1, 0, ask.capacity + 0.5), 100.1)
+        assert lease.is_over(101.4, 1)
+        assert not lease.is_over(101.5, 1)
         assert lease.refusal(100.1).retry_after_s == 2
         assert b";r=0;" in lease.refusal(100.1).header_lines
 
-    def test_a_debt_is_asked_for_once_a_second_and_told_as_it_is(self) -> None:
+    def test_a_debt_is_asked_for_now_and_then_and_told_as_it_is(self) -> None:
         lease = Lease(RateLimit(60, 5))
         ask = lease.ask("o", 1, 100.0, 100)
-        lease.told(RateTold(1, 0, False, 100.0), 1, 100.0, 100)
-        assert lease.is_over(100.5, 100)
-        assert not lease.is_over(101.0, 100)
-        assert lease.refusal(100.5, 100).retry_after_s == 100 - (ask.capacity - 5)
-        lease.ask("o", 1, 100.5)
-        lease.told(RateTold(0, 0, False, 99.5), 1, 100.5)
-        assert lease.over_until <= 103.0  # the budget may have forgotten it
-        assert lease.refusal(100.5).retry_after_s == 100 - ask.capacity + 1
+        lease.told(RateTold(1, 0, 100.0), 100.0)
+        for cost, there in ((100, 5), (1, 1)):
+            assert lease.is_over(101.9, cost)
+            assert not lease.is_over(102.0, cost)  # the budget may have forgotten it
+            assert lease.refusal(100.5, cost).retry_after_s == 100 - (ask.capacity - there)
 
 
 class Answering:
@@ -242,7 +241,7 @@ class Answering:
 
     def ask(self, asks: Sequence[RateAsk], told: Callable[[str, RateTold | None], None]) -> None:
         for ask in asks:
-            asyncio.get_running_loop().call_soon(told, ask.owner, RateTold(ask.need, 0, False, 0.0))
+            asyncio.get_running_loop().call_soon(told, ask.owner, RateTold(ask.need, 0, 0.0))
 
 
 def test_calls_that_count_the_same_are_asked_for_together() -> None:
@@ -281,7 +280,7 @@ def test_leases_are_renewed_however_many_owners_were_forgotten(monkeypatch: pyte
             def ask(self, asks: Sequence[RateAsk], told: Callable[[str, RateTold | None], None]) -> None:
                 asked.extend(asks)
                 for ask in asks:
-                    answer = RateTold(ask.need, ask.want, ask.used is not None, 0.0)
+                    answer = RateTold(ask.need, ask.want, 0.0)
                     asyncio.get_running_loop().call_later(0.001, told, ask.owner, answer)
 
         limits = SharedLimits(Leasing(), is_reachable=lambda: True, sharers=lambda: 1, clock=clock)
@@ -298,8 +297,9 @@ def test_leases_are_renewed_however_many_owners_were_forgotten(monkeypatch: pyte
             if limits.enter(steady) is None:
                 limits.when_known(steady, lambda entry: None)
             await asyncio.sleep(0.01)
-        # Some three seconds: what was used is told in time, again and again.
-        assert sum(ask.used or 0 for ask in asked if ask.owner == steady.account) > 200
+        # Some three seconds: it asks again and again, and nearly all of them come in by a lease.
+        assert sum(ask.want for ask in asked if ask.owner == steady.account) > 200
+        assert sum(ask.need for ask in asked if ask.owner == steady.account) < 10
         limits.close()
 
     clock.run(main())
@@ -333,7 +333,7 @@ def test_nobody_is_forgotten_who_waits_while_others_come(monkeypatch: pytest.Mon
         def ask(self, asks: Sequence[RateAsk], told: Callable[[str, RateTold | None], None]) -> None:
             for ask in asks:
                 empty_s = (ask.capacity + 5.0) * 60 / ask.per_minute
-                asyncio.get_running_loop().call_later(0.01, told, ask.owner, RateTold(0, 0, False, empty_s))
+                asyncio.get_running_loop().call_later(0.01, told, ask.owner, RateTold(0, 0, empty_s))
 
     async def main() -> None:
         limits = SharedLimits(Empty(), is_reachable=lambda: True, sharers=lambda: 1, clock=clock)

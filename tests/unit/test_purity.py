@@ -39,6 +39,7 @@ PURE = [
     "broker/redis/batcher/shards.py",
     "broker/redis/types.py",
     "client/retries.py",
+    "core/token_bucket.py",
     "client/wire.py",
     "tracking/copy_format.py",
     "tracking/questions.py",

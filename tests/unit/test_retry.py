@@ -12,7 +12,7 @@ def spend(budget: RetryBudget, now: float) -> int:
 
 
 def test_the_floor_lets_a_quiet_gateway_retry() -> None:
-    budget = RetryBudget(share=0.2, floor_per_s=2.0, kept_max=20.0)
+    budget = RetryBudget(share=0.2, floor_per_s=2.0, kept_max=20.0, now=1000.0)
     spend(budget, 1000.0)
     assert not budget.take(1000.4)
     assert spend(budget, 1003.0) == 6

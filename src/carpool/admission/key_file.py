@@ -7,16 +7,13 @@
 2. Only its owner may read the file. A key itself is never in it.
 """
 
-import logging
 import os
 import sqlite3
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
 from carpool.core.api_key import ApiKey, KeyStoreError, decode_keys, encode_key
-
-logger = logging.getLogger("carpool")
 
 FILE_NAME = "keys.db"
 APPLICATION_ID = 0x43504C4B  # "CPLK" in the file's header
@@ -114,30 +111,3 @@ class KeyFile:
         if application != APPLICATION_ID and (application or objects):
             raise KeyStoreError(f"{self._path}: not a file with API keys of Carpool")
         return bool(objects)
-
-
-class KeyFileWatch:
-    """Tells of the keys in a file when they have changed. `look` is to be called from time to time."""
-
-    def __init__(self, file: KeyFile, changed: Callable[[list[ApiKey]], None]) -> None:
-        self._file = file
-        self._changed = changed
-        self._version: bytes | None = None
-        self._trouble = ""
-
-    def look(self) -> None:
-        """See whether there is something new."""
-        try:
-            version = self._file.version()
-            if version == self._version:
-                return
-            keys = self._file.all(LOOK_BUSY_S)
-        except KeyStoreError as failure:
-            if str(failure) != self._trouble:
-                self._trouble = str(failure)
-                logger.error("the file with API keys cannot be read; those known stay: %s", failure)
-            return
-        # The version from before: what came in between is seen at the next look.
-        self._version, self._trouble = version, ""
-        self._changed(keys)
-        logger.info("API keys were read", extra={"fields": {"keys": len(keys)}})

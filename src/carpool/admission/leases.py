@@ -1,51 +1,45 @@
 """One owner's rate limit at one of several gateways: what it may let in without asking the budget that all share. Pure.
 
-The budget is a bucket as in limits.py, with `burst` places and a slack. A gateway lets requests in without asking by
-a lease: so many may be used within a second. A lease takes nothing from the bucket; the gateway reports what it used,
-and the budget takes that then. If a gateway never reports (it died), the budget takes all of its lease.
+The budget is a token bucket that holds `burst` and a slack. A gateway lets requests in without asking by a lease:
+tokens that it may use within 2 s. They are taken from the bucket when they are leased; unused ones are lost.
 
-1. All leases of an owner together are at most 1.5 % of its limit, the slack is 2.5 %. The bucket never has less than
-   minus what may be leased, counting all leases as used. So in any 60 s at most `per_minute` + `burst` + 5 % come in,
-   at any number of gateways: what the bucket had, what came back in that time, what was leased, and up to 1 % for
-   answers that were on their way (0.5 s).
-2. What is reported late is taken late, and the bucket may have been full meanwhile. It can lose no more by that than
-   was leased, and the slack is more. So an owner that keeps to `per_minute` and `burst`, as one bucket would count it,
-   is never refused, whichever gateways it uses. The rest of the slack is for requests that wait for the answer.
+1. In any 60 s at most `per_minute` + `burst` + 10 % come in, at any number of gateways. The slack is 6 % of the limit.
+   Tokens that gateways can still use were taken from the bucket within the last 2 s, and so were those of calls whose
+   answer is on its way: with them there are at most as many as the bucket holds, and what came back in these 2 s
+   (3.4 %).
+2. An owner that keeps to `per_minute` and `burst`, as one bucket would count it, is never refused, whichever gateways
+   it uses. A lease leaves `burst` tokens in the bucket. So there are never fewer than in a bucket of `burst` from which
+   the same calls are taken, whatever gateways lease and lose. (The slack is also for calls that are on their way.)
 3. Before a gateway refuses, it asks. When the budget has said for how long there is nothing, it does not ask again
-   before: until then nothing can come back.
-4. There is one question at a time for each owner. If its answer does not come, this gateway forgets what it had leased,
-   and has the budget take all of it.
-5. A call of k inputs is one: it takes k places of the lease, or the budget is asked. In the budget, as in limits.py,
-   a call of more than `burst` needs all of the burst, and takes k: what is missing then is a debt. A question is for
-   calls that count the same; others wait for the next one. A call that needs more places than there can be yet is
-   refused without asking, but once a second the budget is asked all the same: it may have forgotten a debt.
+   before: until then nothing can come back. But the budget may forget (Redis loses its data): while there is nothing
+   for long, it is asked now and then all the same.
+4. There is one question at a time for each owner. If its answer does not come, what it took from the bucket is lost.
+5. A call of k inputs is one: it takes k tokens of the lease, or the budget is asked. There, as in limits.py, a call of
+   more than `burst` needs all of the burst, and takes k: what is missing then is a debt. A question is for calls that
+   count the same; others wait for the next one.
 """
 
 from math import ceil
 
-from carpool.admission.limits import ROUNDING_S, WINDOW_S, limit_lines, over_limit
+from carpool.admission.limits import WINDOW_S, limit_lines, over_limit
 from carpool.core.errors import RateLimited
 from carpool.core.ports import RateAsk, RateLimit, RateTold
 
-LEASE_S = 1.0
-# A lease that ends within this is renewed if it was used, else given up.
-RENEW_S = 0.4
-# So long the budget remembers a lease of which it hears nothing.
-LEASE_KEPT_S = 3.0
-# Rule 5: for so long the gateway does not ask for a call of several after an answer that left too little.
-ASK_AGAIN_S = 1.0
+LEASE_S = 2.0
+SLACK_PERCENT = 6
+# A lease that ends within this is renewed if it was used.
+RENEW_S = 0.6
+# Rule 3: it is asked again after so long, or after the time in which so many tokens come back if that is longer.
+ASK_AGAIN_S, ASK_AGAIN_TOKENS = 1.0, 2
+# The budget rounds the time in which a token comes back up, by so many tokens in all: rather ask once too often.
+ROUNDING = 0.01
 # A rate is not measured over less.
 MEASURED_S_MIN = 0.05
 
 
-def leased_max(per_minute: int) -> int:
-    """How many all gateways together may have leased."""
-    return per_minute * 15 // 1000
-
-
 def slack(per_minute: int) -> int:
-    """How many places the shared bucket has beside the burst."""
-    return per_minute * 40 // 1000 - leased_max(per_minute)
+    """How many tokens the shared bucket holds beside the burst."""
+    return per_minute * SLACK_PERCENT // 100
 
 
 class Lease:
@@ -58,148 +52,94 @@ class Lease:
         "_full_at",
         "_full_from",
         "_interval_s",
-        "_slack_s",
-        "_unknown_until",
-        "_used",
-        "_used_since",
-        "_whole_lines",
-        "left",
+        "_left",
+        "_next_ends_at",
+        "_next_left",
+        "capacity",
         "limit",
-        "over_until",
+        "lines",
     )
 
     def __init__(self, limit: RateLimit) -> None:
         self.limit = limit
+        # What the shared bucket holds, and in which time a token comes back.
+        self.capacity = limit.burst + slack(limit.per_minute)
         self._interval_s = WINDOW_S / limit.per_minute
-        self._slack_s = slack(limit.per_minute) * self._interval_s
-        # The headers for callers while the burst is whole: those of most answers.
-        self._whole_lines = limit_lines(limit.per_minute, limit.burst, 0.0)
-        # How many may come in without asking, until `_ends_at`; how many of the lease were used and not reported.
-        self.left = 0
-        self._used = 0
-        self._ends_at = 0.0
-        # Until then there is nothing in the bucket.
-        self.over_until = 0.0
-        # Until then the budget may remember a lease that is not known here.
-        self._unknown_until = 0.0
-        # What came in since the last question, for the next lease.
+        # How many may come in without asking, and until when; and the lease that follows, which ends later.
+        self._left, self._ends_at = 0, 0.0
+        self._next_left, self._next_ends_at = 0, 0.0
+        # What came in by a lease since the last question, for the next one.
         self._asked_at = float("-inf")
         self._entered = 0
-        # As the budget said last: when the bucket is full, at the earliest and at the latest; and what was used since.
+        # As the budget said last: when the bucket is full, at the earliest and at the latest; the headers for callers.
         self._full_from = 0.0
         self._full_at = 0.0
-        self._used_since = 0
+        self.lines = b""
 
     def __repr__(self) -> str:
-        return f"<Lease left={self.left} used={self._used}>"
+        return f"<Lease left={self._left + self._next_left}>"
 
-    @property
-    def capacity(self) -> int:
-        """Places of the shared bucket."""
-        return self.limit.burst + slack(self.limit.per_minute)
-
-    @property
-    def longest_over_s(self) -> float:
-        """The longest that the bucket can stay empty, whatever an answer says, and the time of one more place."""
-        per_minute = self.limit.per_minute
-        return (leased_max(per_minute) + 2) * WINDOW_S / per_minute
-
-    def enter(self, now: float) -> bytes | None:
-        """Let one request in without asking: the headers for its caller; None if that is not possible."""
-        if not self.left or now >= self._ends_at:
-            return None
-        self.left -= 1
-        self._used += 1
-        self._entered += 1
-        used = self._used_since = self._used_since + 1
-        # `lines`, on the hot path: without a call where the burst is whole.
-        ahead_s, beyond_slack_s = self._full_at - now, used * self._interval_s - self._slack_s
-        if beyond_slack_s <= 0.0 and ahead_s + beyond_slack_s <= 0.0:
-            return self._whole_lines
-        return self.lines(now)
-
-    def enter_many(self, now: float, cost: int) -> bytes | None:
-        """The same for a call that counts as so many."""
-        if self.left < cost or now >= self._ends_at:
-            return None
-        self.left -= cost
-        self._used += cost
+    def enter(self, now: float, cost: int = 1) -> bytes | None:
+        """Let a call in that counts as so many, without asking: the headers for its caller; None if it cannot."""
+        if self._left < cost or now >= self._ends_at:
+            if self._next_left < cost:
+                return None
+            self._left, self._ends_at, self._next_left = self._next_left, self._next_ends_at, 0
+            return self.enter(now, cost)
+        self._left -= cost
         self._entered += cost
-        self._used_since += cost
-        return self.lines(now)
+        return self.lines
 
     def is_over(self, now: float, cost: int) -> bool:
         """Whether it is known that there is no room for a call that counts as so many."""
-        if now < self.over_until:
-            return True
-        room_at = self._full_from + (min(cost, self.limit.burst) - self.capacity) * self._interval_s
-        return now < min(room_at, self._asked_at + ASK_AGAIN_S)
+        room_at = self._full_from - (self.capacity - self._fit(cost) + ROUNDING) * self._interval_s
+        return now < room_at and now < self._asked_at + max(ASK_AGAIN_S, ASK_AGAIN_TOKENS * self._interval_s)
 
     def is_due(self, now: float) -> bool:
-        """Whether it is time to report what was used."""
-        return now >= self._ends_at - RENEW_S
+        """Whether it is time to renew it."""
+        return now >= max(self._ends_at, self._next_ends_at) - RENEW_S
 
-    def is_open(self) -> bool:
-        """Whether something is leased, or was used and is yet to be reported."""
-        return bool(self.left or self._used)
+    def is_used(self) -> bool:
+        """Whether some came in by it since the last question."""
+        return self._entered > 0
 
     def is_forgettable(self, now: float) -> bool:
         """Whether a new lease would be as good."""
-        return not self.is_open() and now >= self.over_until and now >= self._unknown_until
+        return now >= max(self._ends_at, self._next_ends_at) and not self.is_over(now, 1)
 
-    def ask(self, owner: str, need: int, now: float, cost: int = 1, *, is_last: bool = False) -> RateAsk:
-        """The next question, for so many calls that wait and count as `cost` each; from now on the lease has what it
-        keeps. `is_last`: nothing.
-        """
-        limit, most = self.limit, leased_max(self.limit.per_minute)
-        if now >= self._ends_at or not self._used or is_last:
-            self.left = 0
-        entered = self._entered + need * cost
+    def ask(self, owner: str, need: int, now: float, cost: int = 1) -> RateAsk:
+        """The next question: for so many calls that wait and count as `cost` each, and for a lease."""
+        limit = self.limit
         seconds = max(now - self._asked_at, MEASURED_S_MIN)
-        expected = 0 if is_last else min(int(entered / seconds * LEASE_S), most, ceil(limit.per_minute / WINDOW_S))
-        used = self._used if now >= self._unknown_until else None
-        self._asked_at, self._entered, self._used = now, 0, 0
-        want = max(0, expected - self.left)
-        fit = min(cost, limit.burst)
-        return RateAsk(owner, limit.per_minute, self.capacity, most, used, self.left, need, want, cost, fit)
+        rate = min((self._entered + need * cost) / seconds, limit.per_minute / WINDOW_S)
+        self._asked_at, self._entered = now, 0
+        left = (self._left if now < self._ends_at else 0) + (self._next_left if now < self._next_ends_at else 0)
+        want = max(0, ceil(rate * LEASE_S) - left)
+        return RateAsk(owner, limit.per_minute, self.capacity, limit.burst, need, want, cost)
 
-    def told(self, told: RateTold, need: int, now: float, cost: int = 1) -> None:
-        """The answer to the last question, which was for so many calls that count as `cost`."""
-        if not told.is_kept:
-            self.left = self._used = 0  # all of it was taken from the bucket already
-        self.left += told.leased
-        self._ends_at = self._asked_at + LEASE_S
-        self._unknown_until = 0.0
-        self._full_from, self._full_at, self._used_since = self._asked_at + told.ahead_s, now + told.ahead_s, 0
-        self._entered += told.granted * cost
-        if told.granted < need and cost == 1:
-            # From when it was sent: rather ask once too often.
-            over_s = told.ahead_s - (self.capacity - 1) * self._interval_s
-            self.over_until = self._asked_at + min(over_s, self.longest_over_s)
+    def told(self, told: RateTold, now: float) -> None:
+        """The answer to the last question."""
+        limit = self.limit
+        if told.leased:
+            if now < self._ends_at:
+                self._left += self._next_left
+            else:
+                self._left, self._ends_at = self._next_left, self._next_ends_at
+            self._next_left, self._next_ends_at = told.leased, self._asked_at + LEASE_S
+        # From when it was sent: rather ask once too often.
+        self._full_from, self._full_at = self._asked_at + told.ahead_s, now + told.ahead_s
+        missing_s = self._missing_s(now)
+        self.lines = limit_lines(limit.per_minute, limit.burst - missing_s / self._interval_s, missing_s)
 
-    def failed(self, now: float) -> None:
-        """No answer came: the budget may have got the question, or not."""
-        self.left = self._used = 0
-        self._unknown_until = now + LEASE_KEPT_S
-
-    # What callers get to read.
-
-    def lines(self, now: float) -> bytes:
-        """The headers for a request that came in."""
-        limit, missing_s = self.limit, self._missing_s(now)
-        return limit_lines(limit.per_minute, limit.burst - int(missing_s / self._interval_s + 0.999), missing_s)
+    def _fit(self, cost: int) -> int:
+        """How many tokens must be there for a call that counts as so many."""
+        return min(cost, self.limit.burst)
 
     def refusal(self, now: float, cost: int = 1) -> RateLimited:
         """The error for a call that did not come in."""
-        wait_s = max(self.over_until - now, self._wait_s(now, cost), ROUNDING_S)
+        wait_s = self._full_at - now - (self.capacity - self._fit(cost)) * self._interval_s
         return over_limit(self.limit, wait_s, max(self._missing_s(now), wait_s), cost)
-
-    def _wait_s(self, now: float, cost: int) -> float:
-        """Seconds until there may be room for a call that counts as so many, as far as is known."""
-        fit = min(cost, self.limit.burst)
-        return self._full_at - now + (self._used_since + fit - self.capacity) * self._interval_s
 
     def _missing_s(self, now: float) -> float:
         """Seconds until the burst is whole again; what other gateways let in since is not known."""
-        ahead_s = max(self._full_at - now, 0.0) + self._used_since * self._interval_s
-        return max(ahead_s - self._slack_s, 0.0)
+        return max(self._full_at - now - (self.capacity - self.limit.burst) * self._interval_s, 0.0)

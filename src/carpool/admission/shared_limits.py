@@ -36,8 +36,8 @@ class Account:
         self.waiting: list[Waiting] = []
 
     def is_quiet(self) -> bool:
-        """Whether no call waits, and nothing is leased."""
-        return self.asking is None and not self.waiting and not self.lease.is_open()
+        """Whether no call waits."""
+        return self.asking is None and not self.waiting
 
 
 class SharedLimits:
@@ -75,37 +75,16 @@ class SharedLimits:
         self._looks.start()
 
     def close(self) -> None:
-        """Report what was used, and give up what is leased."""
+        """Renew no lease any more."""
         self._looks.stop()
-        asks = []
-        for owner in self._leased:
-            account = self._accounts[owner]
-            if account.asking is None:
-                account.asking = []
-                asks.append(account.lease.ask(owner, 0, self._clock(), is_last=True))
-        self._leased.clear()
-        if asks:
-            self._budget.ask(asks, self._told)
 
     def enter(self, caller: Caller) -> LimitVerdict | None:
         """One more request of a caller with a limit; None if the budget has to be asked."""
-        limit = caller.limit
-        if limit is None or not limit.per_minute:
-            return b""
         account = self._accounts.get(caller.account)
-        now = self._clock()
         if account is None:
-            account = self._open(caller.account, limit, now)
-        lease = account.lease
-        lines = lease.enter(now)
-        if lines is not None:
-            return lines
-        if now < lease.over_until:
-            return lease.refusal(now)
-        if not self._is_reachable():
-            return self._alone.enter(caller)
-        # More calls than this do not come in, whatever the answer is: so what waits is bounded.
-        return None if len(account.waiting) < lease.capacity else lease.refusal(now)
+            return self.enter_many(caller, 1)
+        now = self._clock()
+        return account.lease.enter(now) or self._without_lease(account, caller, now, 1)
 
     def enter_many(self, caller: Caller, cost: int) -> LimitVerdict | None:
         """The same for a call that counts as so many: all of it comes in, or nothing."""
@@ -114,14 +93,15 @@ class SharedLimits:
             return b""
         now = self._clock()
         account = self._accounts.get(caller.account) or self._open(caller.account, limit, now)
+        return account.lease.enter(now, cost) or self._without_lease(account, caller, now, cost)
+
+    def _without_lease(self, account: Account, caller: Caller, now: float, cost: int) -> LimitVerdict | None:
         lease = account.lease
-        lines = lease.enter_many(now, cost)
-        if lines is not None:
-            return lines
         if lease.is_over(now, cost):
             return lease.refusal(now, cost)
         if not self._is_reachable():
             return self._alone.enter_many(caller, cost)
+        # More calls than this do not come in, whatever the answer is: so what waits is bounded.
         return None if len(account.waiting) < lease.capacity else lease.refusal(now, cost)
 
     def when_known(self, caller: Caller, known: Known, cost: int = 1) -> None:
@@ -142,8 +122,8 @@ class SharedLimits:
 
     def _tidy(self, now: float) -> None:
         """Forget quiet accounts whose lease holds nothing to remember; where many are left, all quiet ones."""
-        accounts = self._accounts
-        quiet = [owner for owner, each in accounts.items() if each.is_quiet()]
+        accounts, leased = self._accounts, self._leased
+        quiet = [owner for owner, each in accounts.items() if each.is_quiet() and owner not in leased]
         for owner in quiet:
             if accounts[owner].lease.is_forgettable(now):
                 del accounts[owner]
@@ -155,13 +135,19 @@ class SharedLimits:
     # Questions and answers.
 
     def _look(self) -> None:
-        """Ask about leases that are about to end."""
+        """Renew the leases that are about to end, if they were used."""
         now = self._clock()
+        unused = []
         for owner in self._leased:
-            if not self._accounts[owner].lease.is_due(now):
+            lease = self._accounts[owner].lease
+            if not lease.is_due(now):
                 break
-            if self._accounts[owner].asking is None:
+            if lease.is_used():
                 self._due[owner] = None
+            else:
+                unused.append(owner)
+        for owner in unused:
+            del self._leased[owner]
         if self._due:
             self._flush.notify()
 
@@ -186,16 +172,14 @@ class SharedLimits:
         self._leased.pop(owner, None)
         if told is None:
             self.failures += 1
-            lease.failed(now)
             for caller, known, cost in asked:
                 known(self._alone.enter_many(caller, cost))
         else:
-            cost = asked[0][2] if asked else 1
-            lease.told(told, len(asked), now, cost)
-            if lease.is_open():
+            lease.told(told, now)
+            if told.leased:
                 self._leased[owner] = None
-            for number, (_, known, _) in enumerate(asked):
-                known(lease.lines(now) if number < told.granted else lease.refusal(now, cost))
+            for number, (_, known, cost) in enumerate(asked):
+                known(lease.lines if number < told.granted else lease.refusal(now, cost))
         self._go_on(account)
 
     def _go_on(self, account: Account) -> None:

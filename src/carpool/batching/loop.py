@@ -5,10 +5,11 @@ all else that happened in one turn of the event loop: its cost is per batch and 
 failure is logged and the loop wakes again a moment later.
 
 Slots that took their batches together become free together, and none becomes free in between: with 32 slots of 200 ms
-the first request in the order waits up to 200 ms, not 6. So while more waits than the slots can take, batches leave a
-little apart, at SPREAD of the even pace: the slots are spread out once, and lose nothing after that. Where they do not
-stay so, because calls take now long, now short, that would cost slot time again and again: so a budget (`_purse_s`)
-bounds it. And no slot stands idle for it longer than `max_wait_s` at a time.
+the first request in the order waits up to 200 ms, not 6. So when more waits than the slots can take, batches leave a
+little apart, at SPREAD of the even pace: after a few calls the slots are spread out, and lose nothing after that. Where
+calls take now long, now short, slots become free apart in any case, and that would cost them time again and again: so
+batches leave apart for APART_CALLS of every APART_EVERY calls. And no slot stands idle for it longer than `max_wait_s`
+at a time.
 
 Bytes are bounded too: those of a batch, and those of all batches that run. While there is no room for one more batch,
 no slot counts as free; an outcome makes room, and notifies the loop.
@@ -43,14 +44,12 @@ GAP_WEIGHT = 0.3
 # The same for the mean size of batches that left while other requests still waited; and by how much it goes back to the
 # largest with each batch that left no request behind, for then nothing is known of it.
 SIZE_WEIGHT, SIZE_DRIFT = 0.1, 0.02
-# So many batches must have ended before batches leave apart.
+# So many batches must have ended before batches leave apart; then they do for the time of so many calls, of so many.
 APART_AFTER = 8
+APART_CALLS, APART_EVERY = 5, 50
 TIMER_S_MIN = 0.001
 # How far apart batches leave while more waits than the slots can take, in parts of the even pace.
 SPREAD = 0.9
-# What slots may stand idle for that: this share of the time they work. As much may be saved up as it takes to spread
-# all of them out, if their calls do not take longer than this.
-SPREAD_SHARE, SPREAD_SERVICE_S_MAX = 0.02, 0.5
 # Requests for a batch that leaves so soon may be fetched now; fetched earlier, they would take the slot of better ones.
 AHEAD_S = 0.01
 # How long a batch waits for company that is being fetched.
@@ -131,12 +130,10 @@ class BatchLoop:
         slots.when_slot_frees(self._slot_freed)
         # When a slot last became free.
         self._freed_at = -inf
-        # While more waits than the slots can take: when the next batch may leave.
+        # While more waits than the slots can take: when the next batch may leave; when they last began to leave apart.
         self._is_crowded = False
         self._next_at = -inf
-        # Slot-seconds that may still be spent on that; slots that stand idle for it, and since when.
-        self._purse_s = inf
-        self._idle_slots, self._idle_since = 0, 0.0
+        self._apart_from = -inf
         # Since when slots are free, the longest first.
         self._free_since: deque[float] = deque()
         self._fetched = fetched
@@ -208,12 +205,9 @@ class BatchLoop:
 
     def _send_what_is_ready(self, now: float) -> float:
         """Fill free slots, best lane first; returns when to look again."""
-        # Slots are kept idle for `max_wait_s` at most: in the rest of the time this process stood still.
-        self._purse_s -= self._idle_slots * min(now - self._idle_since, self.max_wait_s)
-        self._idle_slots = 0
         if self.free_slots() <= 0:
             return inf  # a freed slot, or an outcome that makes room, will notify
-        if self._leaves_later(now):
+        if self._is_kept_back(now):
             return self._next_time()
         # Each lane is planned once, and again when its turn has come: the slots may have gone to others meanwhile.
         ready, wake = self._ready(now)
@@ -228,7 +222,7 @@ class BatchLoop:
                     continue
                 if not self._send(lane, plan, now):
                     return inf  # no other lane overtakes it: an outcome will make room for it, and notify
-                if self._leaves_later(now):
+                if self.free_slots() > 0 and self._is_kept_back(now):
                     return self._next_time()
                 if lane.waiting:
                     heappush(ready, (lane.place(), number, lane))
@@ -316,8 +310,8 @@ class BatchLoop:
             self._is_crowded = self._is_crowded and is_waiting
         slots = self._slots.total()
         if slots > 1 and self._times.ended >= APART_AFTER:
-            all_in_step_s = slots * min(self.service_s, SPREAD_SERVICE_S_MAX) / 2
-            self._purse_s = min(self._purse_s + SPREAD_SHARE * self.service_s, all_in_step_s)
+            if self._is_crowded and now - self._apart_from >= APART_EVERY * self.service_s:
+                self._apart_from = now
             pace_s = self._pace_s()
             # From when it was due, not from when a late timer let it go: else the slots would stand idle.
             self._next_at = max(self._next_at, now - max(pace_s, TIMER_S_MIN)) + pace_s if self._is_crowded else -inf
@@ -331,14 +325,9 @@ class BatchLoop:
         return max(SPREAD * self.service_s / self._slots.total(), 1e-6)
 
     def _is_kept_back(self, now: float) -> bool:
-        return now < self._next_time() and not self.draining and self._purse_s > 0.0
-
-    def _leaves_later(self, now: float) -> bool:
-        """Whether the next batch is kept back for a moment, so that slots do not become free together."""
-        if not self._is_kept_back(now):
-            return False
-        self._idle_slots, self._idle_since = self.free_slots(), now
-        return self._idle_slots > 0
+        """Whether the next batch leaves later, so that slots do not become free together."""
+        is_apart = now - self._apart_from < APART_CALLS * self.service_s
+        return is_apart and now < self._next_time() and not self.draining
 
     def _next_time(self) -> float:
         """When the next batch may leave."""

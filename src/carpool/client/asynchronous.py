@@ -222,7 +222,7 @@ class AsyncClient:
                     except CarpoolError as error:
                         wait_s = pause_s(attempt, error.retry_after_s, random.random())
                         is_in_time = attempt < self._retries and clock() + wait_s < deadline
-                        if not (is_in_time and call.may_repeat(error) and self._budget.take()):
+                        if not (is_in_time and call.may_repeat(error) and self._budget.take(clock())):
                             raise
                     await asyncio.sleep(wait_s)
         raise AssertionError("the loop ends by a return or an error")

@@ -8,32 +8,28 @@
 4. Nothing is repeated when its pause would end after the deadline.
 """
 
+from carpool.core.token_bucket import TokenBucket
+
 PAUSE_FIRST_S = 0.1
 PAUSE_LAST_S = 5.0
 # The share that jitter adds at most to a pause that the gateway asks for; PAUSE_FIRST_S if that is more.
 JITTER_SHARE = 0.25
 
 
-class ClientRetryBudget:
-    """How many calls may be repeated: never more than `reserve` + `share` of those that were made."""
+class ClientRetryBudget(TokenBucket):
+    """How many calls may be repeated: never more than `reserve` + `share` of those that were made. No time adds any."""
+
+    __slots__ = ("_share",)
 
     def __init__(self, share: float = 0.1, reserve: float = 10.0) -> None:
         if not 0 <= share <= 1:
             raise ValueError("the share of calls that are repeated must be between 0 and 1")
+        super().__init__(0.0, reserve)
         self._share = share
-        self._reserve = reserve
-        self._left = reserve
 
     def called(self) -> None:
         """A call is made, for the first time. Saved retries never exceed the reserve."""
-        self._left = min(self._left + self._share, self._reserve)
-
-    def take(self) -> bool:
-        """Whether a call may be repeated now."""
-        if self._left < 1:
-            return False
-        self._left -= 1
-        return True
+        self.add(self._share)
 
 
 def pause_s(attempt: int, retry_after_s: float | None, luck: float) -> float:

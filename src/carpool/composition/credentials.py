@@ -1,13 +1,14 @@
 """Credentials, plugged together: as they are configured, and the places that they are read from again."""
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from carpool.admission.credentials import Credentials, TierTerms
 from carpool.composition.runtime import Runtime
-from carpool.core.api_key import ApiKey
+from carpool.core.api_key import ApiKey, KeyStoreError
 from carpool.core.ports import RateLimit
 from carpool.settings import Settings, is_loopback
 from carpool.upstream.tls import read_file
@@ -71,20 +72,28 @@ def watch_token_keys(runtime: Runtime, credentials: Credentials) -> None:
     """Read the keys that sign tokens, now and when their file changes; raises ValueError or OSError the first time."""
     if runtime.settings.auth.mode not in TAKES_TOKENS:
         return
-    file = TokenKeyFile(runtime.settings, credentials)
-    file.read()
-    runtime.do_every(LOOK_S, file.look)
+    from carpool.admission.tokens import TokenKeys
+
+    path, rules = runtime.settings.auth.jwt_file, token_rules(runtime.settings)
+    # Its version is its content: clocks of file systems are too coarse to tell two writes apart.
+    watch = FileWatch(
+        path, partial(read_file, path), lambda content: credentials.change_token_keys(TokenKeys(content, rules))
+    )
+    watch.read()
+    runtime.do_every(LOOK_S, watch.look)
 
 
 def watch_key_file(runtime: Runtime, credentials: Credentials) -> None:
     """Read the API keys beside the journal, now and when they change."""
     if runtime.settings.auth.mode not in TAKES_KEYS:
         return
-    from carpool.admission.key_file import FILE_NAME, KeyFile, KeyFileWatch
+    from carpool.admission.key_file import FILE_NAME, LOOK_BUSY_S, KeyFile
 
     credentials.expect_stored_keys()
-    file = KeyFile(Path(runtime.settings.tasks.data_dir) / FILE_NAME)
-    runtime.do_every(LOOK_S, KeyFileWatch(file, credentials.change_stored_keys).look)
+    path = Path(runtime.settings.tasks.data_dir) / FILE_NAME
+    file = KeyFile(path)
+    watch = FileWatch(str(path), file.version, lambda _: credentials.change_stored_keys(file.all(LOOK_BUSY_S)))
+    runtime.do_every(LOOK_S, watch.look)
 
 
 def warn_if_open(settings: Settings) -> None:
@@ -110,37 +119,36 @@ def token_rules(settings: Settings) -> "TokenRules":
     )
 
 
-class TokenKeyFile:
-    """The file with the keys that sign tokens. A file that cannot be used changes nothing, and is logged once."""
+class FileWatch:
+    """Uses a file with keys when it has changed: when `version` gives another text.
 
-    def __init__(self, settings: Settings, credentials: Credentials) -> None:
-        self._path = settings.auth.jwt_file
-        self._rules = token_rules(settings)
-        self._credentials = credentials
-        # Content, and not the time of change: clocks of file systems are too coarse to tell two writes apart.
-        self._content = b""
+    A file that cannot be used changes nothing, and is logged once.
+    """
+
+    def __init__(self, path: str, version: Callable[[], bytes], use: Callable[[bytes], None]) -> None:
+        self._path = path
+        self._version = version
+        self._use = use
+        self._used: bytes | None = None
         self._trouble = ""
 
     def read(self) -> None:
-        """Use what the file has; raises ValueError or OSError."""
-        from carpool.admission.tokens import TokenKeys
-
-        content = read_file(self._path)
-        if content != self._content:
-            self._content = content
-            self._credentials.change_token_keys(TokenKeys(content, self._rules))
+        """Use what the file has; raises ValueError, OSError or KeyStoreError."""
+        version = self._version()
+        if version != self._used:
+            self._use(version)
+            # The version from before: what came in between is seen at the next look.
+            self._used = version
+            logger.info("keys were read: %s", self._path)
 
     def look(self) -> None:
         """See whether there is something new."""
-        before = self._content
         try:
             self.read()
-        except (OSError, ValueError) as failure:
+        except (OSError, ValueError, KeyStoreError) as failure:
             trouble = (failure.strerror or "") if isinstance(failure, OSError) else str(failure)
             if trouble != self._trouble:
-                self._trouble = trouble
                 logger.error("%s cannot be used, the keys known stay: %s", self._path, trouble)
-            return
-        if self._content != before:
-            logger.info("the keys that sign tokens were read again: %s", self._path)
-            self._trouble = ""
+        else:
+            trouble = ""
+        self._trouble = trouble

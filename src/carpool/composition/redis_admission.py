@@ -146,7 +146,7 @@ class RedisAdmission(Admission):
         self.availability = {name: FleetAvailability() for name in runtime.models}
         shedders = make_shedders(runtime.settings, runtime.models, self.queue.pending.queue_stats)
         self.rates = SharedLimits(
-            RedisRateBudget(redis_context.steps, redis_context.name),
+            RedisRateBudget(redis_context.steps),
             is_reachable=self.is_connected,
             sharers=redis_context.gateways_last_seen,
             clock=runtime.clock,

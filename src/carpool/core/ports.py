@@ -507,22 +507,18 @@ class RateLimits(Protocol):
 
 
 class RateAsk(NamedTuple):
-    """What a gateway says of one owner to the budget that all gateways share, and asks of it."""
+    """What a gateway asks for one owner of the budget that all gateways share."""
 
     owner: str
-    # Requests a minute; how many the bucket holds; how many all gateways together may have leased.
+    # Requests a minute; how many the bucket holds; how many of them are the burst, which a lease leaves in it.
     per_minute: int
     capacity: int
-    leased_max: int
-    # Of this gateway's lease: how many were used and not reported before (None: not known), and how many it keeps.
-    used: int | None
-    kept: int
-    # Calls that wait for an answer; how many more to lease for those that are expected.
+    burst: int
+    # Calls that wait for an answer; how many to lease for those that are expected.
     need: int
     want: int
-    # Places that each of these calls takes, and how many of them must be there: the rest is a debt.
+    # Tokens that each of these calls takes. The burst is enough for it: the rest is a debt.
     cost: int = 1
-    fit: int = 1
 
 
 class RateTold(NamedTuple):
@@ -531,8 +527,6 @@ class RateTold(NamedTuple):
     # How many of the calls that wait come in.
     granted: int
     leased: int
-    # False: what was to be kept is over.
-    is_kept: bool
     # Seconds until the bucket is full, if no request comes.
     ahead_s: float
 

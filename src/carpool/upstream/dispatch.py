@@ -66,7 +66,7 @@ class UpstreamDispatcher:
         self._broker = broker
         self._model = model
         # An endpoint that dies takes its calls with it: so much is saved up that all that run can be made again.
-        self._budget = budget or RetryBudget(kept_max=max(RETRIES_KEPT_MIN, 2.0 * pool.total()))
+        self._budget = budget or RetryBudget(kept_max=max(RETRIES_KEPT_MIN, 2.0 * pool.total()), now=clock())
         self._dead_letters = dead_letters
         self._events = events or Events()
         self._when_limit_is_learned = when_limit_is_learned

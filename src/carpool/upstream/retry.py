@@ -6,6 +6,8 @@
    gateway retry too.
 """
 
+from carpool.core.token_bucket import TokenBucket
+
 
 def pause_before(attempt: int, backoff_s: float, random_share: float) -> float:
     """Seconds to pause before attempt 2, 3, …: exponential with full jitter; `random_share` is in [0, 1)."""
@@ -13,32 +15,17 @@ def pause_before(attempt: int, backoff_s: float, random_share: float) -> float:
     return ceiling * random_share
 
 
-class RetryBudget:
-    """How many retries may be made now."""
+class RetryBudget(TokenBucket):
+    """How many retries may be made now. `kept_max` can be saved up: retries after a calm, but not a flood."""
 
-    __slots__ = ("_floor_per_s", "_kept_max", "_share", "_tokens", "_updated")
+    __slots__ = ("_share",)
 
-    def __init__(self, share: float = 0.2, floor_per_s: float = 1.0, kept_max: float = 20.0) -> None:
+    def __init__(
+        self, share: float = 0.2, floor_per_s: float = 1.0, kept_max: float = 20.0, *, now: float = 0.0
+    ) -> None:
+        super().__init__(floor_per_s, kept_max, kept_max / 2, now)
         self._share = share
-        self._floor_per_s = floor_per_s
-        # What can be saved up: a burst of retries after a calm, but not a flood.
-        self._kept_max = kept_max
-        self._tokens = kept_max / 2
-        self._updated: float | None = None
-
-    def __repr__(self) -> str:
-        return f"<RetryBudget {self._tokens:.1f}>"
 
     def batch_sent(self) -> None:
         """A first attempt was made."""
-        self._tokens = min(self._kept_max, self._tokens + self._share)
-
-    def take(self, now: float) -> bool:
-        """Pay for one retry, if there is enough."""
-        if self._updated is not None and now > self._updated:
-            self._tokens = min(self._kept_max, self._tokens + (now - self._updated) * self._floor_per_s)
-        self._updated = now
-        if self._tokens < 1.0:
-            return False
-        self._tokens -= 1.0
-        return True
+        self.add(self._share)

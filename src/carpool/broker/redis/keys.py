@@ -24,8 +24,8 @@ evenly, they share the shards evenly.
 | `<ns>:{tag}:hooks`, `:hooks:<host>` | zset | hosts that outcomes are to be sent to, by when the first is due; tasks
   of one host by when each is (`hooks`, `hook_bytes` in `counts`) |
 | `<ns>:{tag}:hook:<id>` | hash | the outcome of a task with its URL |
-| `<ns>:{tag}:rate:<owner>:<limit>` | hash | a rate limit of an owner: `full`: when its bucket is full again; leases by
-  gateway (scripts/rates.lua) |
+| `<ns>:{tag}:bucket:<owner>:<limit>` | hash | a rate limit of an owner: `full`: when its bucket is full again, `at`:
+  when that was written (scripts/rates.lua) |
 | `<ns>:{tag}:kept`, `:kept-before` | hash | results for requests that are the same, by key; those that came before them
   (`cache_bytes` in `counts`: both, `cache_before`, `cache_entries`, `cache_least`: scripts/keep.lua) |
 | `<ns>:{tag}:wakeup` | channel | published to when a stream without unread entries gets some: how many, place, name,
@@ -86,7 +86,7 @@ class Shard(msgspec.Struct, frozen=True):
 
     def rate(self, owner: str) -> bytes:
         """The hash of an owner's rate limit."""
-        return self.prefix + b"rate:" + owner.encode()
+        return self.prefix + b"bucket:" + owner.encode()
 
 
 class Keys:

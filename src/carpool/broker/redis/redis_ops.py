@@ -44,8 +44,6 @@ READ_BYTES_MAX = 1024
 # The time of rate limits in rates.lua: eighths of a microsecond.
 TICKS_A_SECOND = 8_000_000
 TICKS_A_MINUTE = 60 * TICKS_A_SECOND
-# So long Redis remembers the lease of a silent gateway; longer than the gateway itself uses it.
-LEASE_KEPT_MS = 3000
 
 
 class Unreadable(RedisFailure):
@@ -653,14 +651,12 @@ class RedisOps:
 
     # Rate limits.
 
-    def ask_rates(self, shard: Shard, gateway: bytes, asks: Sequence[RateAsk], done: Done[list[RateTold]]) -> None:
-        """Tell what was used of leases, and ask for more, for owners whose rate limits are kept in this shard."""
-        arguments: list[Argument] = [self._now_ms(), gateway, LEASE_KEPT_MS]
+    def ask_rates(self, shard: Shard, asks: Sequence[RateAsk], done: Done[list[RateTold]]) -> None:
+        """Ask whether calls come in, and for leases, for owners whose rate limits are kept in this shard."""
+        arguments: list[Argument] = [self._now_ms()]
         for ask in asks:
             interval = -(-TICKS_A_MINUTE // ask.per_minute)
-            used = -1 if ask.used is None else ask.used
-            arguments += (interval, ask.capacity, ask.leased_max, used, ask.kept, ask.need, ask.want)
-            arguments += (ask.cost, ask.fit)
+            arguments += (interval, ask.capacity, ask.burst, ask.need, ask.want, ask.cost)
         keys = [shard.rate(ask.owner) for ask in asks]
         self.nodes.run(scripts.RATES, shard.slot, keys, arguments, reading(read_rates, done))
 
@@ -726,11 +722,8 @@ def read_claimed(reply: Any, claims: Sequence[Claim]) -> Taken:
 
 
 def read_rates(reply: Any) -> list[RateTold]:
-    """From rates.lua: four numbers for each owner."""
-    return [
-        RateTold(reply[at], reply[at + 1], bool(reply[at + 2]), reply[at + 3] / TICKS_A_SECOND)
-        for at in range(0, len(reply), 4)
-    ]
+    """From rates.lua: three numbers for each owner."""
+    return [RateTold(reply[at], reply[at + 1], reply[at + 2] / TICKS_A_SECOND) for at in range(0, len(reply), 3)]
 
 
 def read_queued(reply: Any) -> Queued:

@@ -9,6 +9,8 @@
 
 from ipaddress import IPv6Address, ip_address
 
+from carpool.core.token_bucket import TokenBucket
+
 # Places of one address, and of all together: so many at once, and one comes back each so many seconds.
 OWN_MAX, OWN_S = 10, 6.0
 ALL_MAX, ALL_S = 100, 1.0
@@ -21,9 +23,9 @@ class GuessPace:
     """Counts wrong tokens."""
 
     def __init__(self) -> None:
-        # When all places will be free again: of each address that lacks one, and of all together.
-        self._own: dict[str, float] = {}
-        self._all = 0.0
+        # The places of each address that lacks one, and of all together.
+        self._own: dict[str, TokenBucket] = {}
+        self._all = TokenBucket(1 / ALL_S, ALL_MAX)
         # When an address last showed a right token, the oldest first.
         self._right: dict[str, float] = {}
 
@@ -33,18 +35,19 @@ class GuessPace:
     def wait_s(self, address: str, now: float) -> float:
         """How long an address must wait before its token is checked; 0.0: it need not."""
         address = network_of(address)
-        own_s = self._own.get(address, 0.0) - now - (OWN_MAX - 1) * OWN_S
+        own = self._own.get(address)
         is_trusted = now - self._right.get(address, now - TRUSTED_S) < TRUSTED_S
-        all_s = 0.0 if is_trusted else self._all - now - (ALL_MAX - 1) * ALL_S
-        return max(0.0, own_s, all_s)
+        return max(own.wait_s(now) if own else 0.0, 0.0 if is_trusted else self._all.wait_s(now))
 
     def was_wrong(self, address: str, now: float) -> None:
         """An address that did not have to wait has shown a wrong token."""
         address = network_of(address)
-        self._all = max(self._all, now) + ALL_S
-        self._own[address] = max(self._own.pop(address, now), now) + OWN_S
+        self._all.take(now)
+        # The address that was wrong last is the last one.
+        own = self._own[address] = self._own.pop(address, None) or TokenBucket(1 / OWN_S, OWN_MAX)
+        own.take(now)
         if len(self._own) > ADDRESSES_MAX:
-            self._own = {each: full_at for each, full_at in self._own.items() if full_at > now}
+            self._own = {each: bucket for each, bucket in self._own.items() if not bucket.is_full(now)}
             while len(self._own) > ADDRESSES_MAX // 2:
                 del self._own[next(iter(self._own))]
 

@@ -17,9 +17,8 @@ Told = Callable[[str, RateTold | None], None]
 class RedisRateBudget:
     """Asks Redis, whose clock counts."""
 
-    def __init__(self, steps: RedisOps, gateway: bytes) -> None:
+    def __init__(self, steps: RedisOps) -> None:
         self._steps = steps
-        self._gateway = gateway
 
     def ask(self, asks: Sequence[RateAsk], told: Told) -> None:
         """Have `told` called once for each of these owners: with None if Redis did not answer."""
@@ -29,7 +28,7 @@ class RedisRateBudget:
         for shard, some in by_shard.items():
             for first in range(0, len(some), OWNERS_A_CALL_MAX):
                 part = some[first : first + OWNERS_A_CALL_MAX]
-                self._steps.ask_rates(shard, self._gateway, part, partial(tell, part, told))
+                self._steps.ask_rates(shard, part, partial(tell, part, told))
 
 
 def tell(asks: Sequence[RateAsk], told: Told, answers: list[RateTold] | RedisFailure) -> None:
