@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, multiple, precondition, rule
 
 from carpool.broker import asked_twice
 from carpool.broker.coalescer import SharedRequest
@@ -80,6 +80,19 @@ class CoalescerMachine(RuleBasedStateMachine):
             self.refused += 1  # at the door: that is no outcome of an admitted request
         self.all.append((request, text, door.now + timeout_s, owner))
         return request
+
+    @rule(
+        target=asked,
+        value=VALUES,
+        each=st.lists(
+            st.tuples(st.integers(1, 2), st.sampled_from("xy"), st.sampled_from([0.05, 1.0, 4.0])), min_size=2
+        ),
+    )
+    def ask_together(self, value: bytes, each: list[tuple[int, str, float]]) -> Any:
+        """Identical requests at once: most of them join."""
+        return multiple(
+            *(self.ask(value, tier, owner, NO_OPTIONS, timeout_s, False) for tier, owner, timeout_s in each)
+        )
 
     @rule(request=asked)
     def leave(self, request: Request) -> None:

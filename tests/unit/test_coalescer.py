@@ -267,6 +267,16 @@ class TestPlaceAndDeadline:
         assert door.take() == []
         assert door.counts() == {"queue-timeout": 2}
 
+    def test_who_joined_keeps_the_place_when_the_time_of_the_first_is_over(self) -> None:
+        door = CoalescerStand()
+        first = door.ask()
+        door.pass_time(0.1)
+        second, other = door.ask(), door.ask(b'"y"')
+        door.pass_time(1.91)
+        assert isinstance(door.outcome(first), QueueTimeout)
+        assert [request.input for request in door.take(1)] == [b'"x"']
+        assert door.outcome(second) is door.outcome(other) is None
+
     def test_who_runs_waits_for_the_deadline(self) -> None:
         door = CoalescerStand()
         first, second = door.ask(), door.ask()
@@ -296,6 +306,16 @@ class TestFailures:
         door.broker.settle(door.take()[0], UpstreamFailed("down"))
         door.answer(door.take())
         assert door.outcome(requests[1]) == b'"x"'
+
+    def test_who_is_refused_when_sent_again_has_the_refusal(self) -> None:
+        door = CoalescerStand()
+        requests = [door.ask() for _ in range(3)]
+        [leader] = door.take()
+        failure, door.refusal = UpstreamFailed("down"), QueueFull("no room")
+        door.broker.settle(leader, failure)
+        assert [door.outcome(request) for request in requests] == [failure, door.refusal, door.refusal]
+        assert door.counts() == {failure.code: 1, QueueFull.code: 2}
+        assert (door.coalescer.held, door.coalescer.queued, door.broker.held) == (0, 0, 0)
 
 
 class TestFarAway:
