@@ -40,7 +40,7 @@ def over_redis(environment: Mapping[str, str]) -> Iterator[distributed.Deploymen
 
 def cache(quick: bool) -> None:
     seconds = 3 if quick else 10
-    for name, system, more_max in (("embedded", embedded, 0.05), ("over Redis", over_redis, 0.15)):
+    for name, system, more_max in (("embedded", embedded, 0.10), ("over Redis", over_redis, 0.15)):
         loads: dict[str, list[Load]] = {kind: [] for kind in KINDS}
         with system({}) as off, system(CACHED) as on:
             systems = {"off": off, "on": on}

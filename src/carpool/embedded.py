@@ -125,8 +125,7 @@ class EmbeddedProcess(Process):
         return self.tasks
 
     def _keep_result(self, key: SameKey, output: Output) -> None:
-        if self.admission.coalescer is not None:
-            self.admission.coalescer.keep(key, output)
+        self.admission.results.keep(key, output, self.runtime.clock())
 
     def expire(self) -> None:
         """Look at the deadlines."""

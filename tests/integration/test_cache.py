@@ -1,4 +1,4 @@
-"""Results that are kept and seats that are shared, by real processes: alone, and over Redis."""
+"""Results that are kept and requests that are coalesced, by real processes: alone, and over Redis."""
 
 import asyncio
 import json
@@ -30,7 +30,7 @@ async def lookups(gateway: GatewayProcess) -> dict[str, float]:
 
 class TestAlone:
     async def test_also_while_clients_hang_up(self, tmp_path: Path) -> None:
-        # Nothing is kept for long: seats are shared again and again, and those who lead them leave.
+        # Nothing is kept for long: requests are shared again and again, and those who lead leave.
         settings = CACHED | {"cache.ttl_s": 0.05}
         async with (
             scripted_upstream() as upstream,
@@ -154,7 +154,7 @@ class TestOverRedis:
     async def has_bytes(self, gateway: GatewayProcess) -> bool:
         return await gateway.metric("carpool_broker_cache_bytes") > 0
 
-    async def test_nobody_waits_for_the_seat_of_an_offender(self, tmp_path: Path, redis_server: RedisServer) -> None:
+    async def test_nobody_waits_for_the_request_of_an_offender(self, tmp_path: Path, redis_server: RedisServer) -> None:
         flags = ["--broker", redis_server.url]
         settings = CACHED | {
             "broker.namespace": tmp_path.name,
@@ -207,7 +207,7 @@ class TestOverRedis:
             work = asyncio.create_task(clients.run(3000, at_once=60))
             for place in fleet.gateways:
                 await asyncio.sleep(0.3)
-                place.process.kill()  # with all who lead a seat there
+                place.process.kill()  # with all who lead there
                 await place.start()
             await work
             assert (clients.wrong, clients.failed) == (0, 0)

@@ -1,13 +1,16 @@
-"""Seats under any order of arrivals, departures, deadlines, outputs and failures: one outcome each, the right one."""
+"""Coalesced requests under any order of arrivals, departures, takes, deadlines, outputs and failures: each has one
+outcome, the right one, and none is forgotten.
+"""
 
 from typing import Any
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, multiple, precondition, rule
 
 from carpool.broker import asked_twice
+from carpool.broker.coalescer import SharedRequest
 from carpool.core.errors import (
     CarpoolError,
     ClientLeft,
@@ -18,7 +21,7 @@ from carpool.core.errors import (
     UpstreamFailed,
 )
 from carpool.core.ports import NO_OPTIONS, RequestOptions
-from carpool.core.request import DONE, RUNNING, Request
+from carpool.core.request import DONE, QUEUED, RUNNING, Request
 from carpool.testing import make_output
 from support.shared_requests import CoalescerStand, FarAway
 
@@ -27,7 +30,7 @@ WISHES = st.sampled_from([NO_OPTIONS] * 6 + [RequestOptions(no_store=True), Requ
 ERRORS = st.sampled_from([UpstreamFailed, InputRefused, QueueFull, Draining])
 
 
-class SeatsMachine(RuleBasedStateMachine):
+class CoalescerMachine(RuleBasedStateMachine):
     asked = Bundle("asked")
 
     @initialize(
@@ -78,6 +81,19 @@ class SeatsMachine(RuleBasedStateMachine):
         self.all.append((request, text, door.now + timeout_s, owner))
         return request
 
+    @rule(
+        target=asked,
+        value=VALUES,
+        each=st.lists(
+            st.tuples(st.integers(1, 2), st.sampled_from("xy"), st.sampled_from([0.05, 1.0, 4.0])), min_size=2
+        ),
+    )
+    def ask_together(self, value: bytes, each: list[tuple[int, str, float]]) -> Any:
+        """Identical requests at once: most of them join."""
+        return multiple(
+            *(self.ask(value, tier, owner, NO_OPTIONS, timeout_s, False) for tier, owner, timeout_s in each)
+        )
+
     @rule(request=asked)
     def leave(self, request: Request) -> None:
         if self.door.witness.outcome(request) is None:
@@ -95,10 +111,21 @@ class SeatsMachine(RuleBasedStateMachine):
         for request, _, deadline, _ in self.all:
             is_looked_for = self.far is not None and bool(self.far.asked)
             assert deadline > now or is_looked_for or self.door.witness.outcome(request) is not None
+        for leader in self.door.broker.waiting_requests():
+            if isinstance(leader.waiter, SharedRequest) and ("m", leader.owner) in self.door.quarantined:
+                owners = {("m", member.owner) for member in leader.waiter.members.values()}
+                assert owners <= self.door.quarantined, "an owner waits for another that is quarantined"
 
     @rule(count=st.integers(1, 3))
     def take(self, count: int) -> None:
         self.running += self.door.take(count)
+
+    @precondition(lambda self: self.running)
+    @rule()
+    def put_back(self) -> None:
+        """A call failed, and its requests wait for another."""
+        self.door.broker.put_back(self.running)
+        self.running = []
 
     def value_of(self, request: Request) -> bytes:
         """What the model says: it knows the owner only where that is part of what is asked."""
@@ -144,6 +171,18 @@ class SeatsMachine(RuleBasedStateMachine):
         assert 0 <= self.door.coalescer.held <= 13 + len(self.far.asked if self.far else ())
         assert self.door.counts().total() == len(self.door.witness.told) - self.refused
 
+    @invariant()
+    def each_that_waits_has_a_leader_or_is_looked_for(self) -> None:
+        if not hasattr(self, "door"):
+            return
+        for request, _, _, _ in self.all:
+            own = self.door.coalescer.own(request)
+            if self.door.witness.outcome(request) is None and isinstance(own.held_by, SharedRequest):
+                leader = own.held_by.leader
+                assert leader.phase in (QUEUED, RUNNING)
+                assert id(own) in own.held_by.members
+                assert leader.deadline >= own.deadline or self.far is not None
+
     def teardown(self) -> None:
         if not hasattr(self, "door"):
             return
@@ -170,5 +209,5 @@ class SeatsMachine(RuleBasedStateMachine):
         self.each_has_at_most_one_outcome_and_the_right_one()
 
 
-TestSeats = SeatsMachine.TestCase
-TestSeats.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestCoalescer = CoalescerMachine.TestCase
+TestCoalescer.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)

@@ -66,8 +66,6 @@ def test_the_stages_are_all_of_the_time(
             stand.broker,
             ResultCache(bytes_max=10**6, ttl_s=600.0),
             exact_key,
-            outcomes=stand.broker.outcomes,
-            waited=stand.broker.waited,
             seconds=stand.broker.seconds,
             waiting_max=1000,
             bytes_max=10**6,

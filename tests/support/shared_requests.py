@@ -1,4 +1,4 @@
-"""Seats over a real broker, with a test in place of the face, of admission, of the GPU, and of those far away."""
+"""A coalescer over a real broker, with a test in place of the face, of admission, of the GPU, and of those far away."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -74,15 +74,12 @@ class CoalescerStand:
             self.broker,
             self.results,
             keys[scope == "owner"],
-            outcomes=self.broker.outcomes,
-            waited=self.broker.waited,
             seconds=self.broker.seconds,
             waiting_max=waiting_max,
             bytes_max=bytes_max,
             far=far,
             strict_order=strict_order,
             quarantined=self.quarantined,
-            queue_stats=self.broker.queue_stats,
             clock=self.clock,
         )
         self.witness = Witness()

@@ -1,4 +1,4 @@
-"""Whether anybody asks twice: the rules of broker/asked_twice.py, each with a test, and what seats make of them."""
+"""Whether anybody asks twice: the rules of broker/asked_twice.py, each with a test, and what becomes of requests."""
 
 from typing import Any
 from zlib import crc32
@@ -85,9 +85,9 @@ class TestSeats:
             before = door.admitted
             [request] = door.compute(b'"again"')
             assert door.outcome(request) == b'"again"'
-            assert (door.admitted - before, door.coalescer.hits) == (computed, hits)
+            assert (door.admitted - before, door.coalescer.lookups["hit"]) == (computed, hits)
         assert len(door.results) == kept + 1
-        assert door.coalescer.lookups() == {"hit": 1, "miss": TRIAL + 1, "shared": 0, "passed": 1}
+        assert door.coalescer.lookups == {"hit": 1, "miss": TRIAL + 1, "shared": 0, "passed": 1}
         assert door.counts() == {"ok": TRIAL + 3}
 
     def test_a_retry_of_what_was_refused_asks_for_nothing_twice(self) -> None:
@@ -111,7 +111,7 @@ class TestSeats:
         while far is not None and far.asked:
             far.answer()
         assert [door.outcome(request) for request in requests] == [door.refusal, kept, kept, door.refusal]
-        assert sum(door.coalescer.lookups().values()) == TRIAL + 4
+        assert sum(door.coalescer.lookups.values()) == TRIAL + 4
         assert (door.coalescer.held, door.coalescer.held_bytes, door.coalescer.queued) == (0, 0, 0)
         assert door.counts()["ok"] == TRIAL + 2
 
@@ -119,7 +119,7 @@ class TestSeats:
         door = LoadShedder()
         for hits in (0, 1):
             door.compute(b"%d" % (TRIAL - 1))
-            assert door.coalescer.hits == hits
+            assert door.coalescer.lookups["hit"] == hits
 
     def test_a_call_that_finds_a_result_is_judged_as_it_is_sent(self) -> None:
         door = LoadShedder()

@@ -1,4 +1,4 @@
-"""Identical requests share one seat: the rules of broker/coalescer.py, each with a test."""
+"""Identical requests are coalesced: the rules of broker/coalescer.py, each with a test."""
 
 from typing import Any
 
@@ -34,29 +34,29 @@ def cached(door: CoalescerStand, request: Request) -> bool:
 class TestSharing:
     def test_each_is_counted_where_its_time_is(self) -> None:
         door = CoalescerStand()
-        door.ask(tier=2)
-        door.pass_time(0.2)
         door.ask(tier=0)
+        door.pass_time(0.2)
+        door.ask(tier=2)
         batch = door.take()
         door.pass_time(0.1)
-        door.ask(tier=0)  # it comes while the seat runs
+        door.ask(tier=0)  # it comes while the leader runs
         door.pass_time(0.1)
         door.answer(batch)
         door.ask(tier=0)  # its result was kept
         seconds = door.broker.seconds
         assert {tier: sum(each.counts) for tier, each in seconds.by_tier.items()} == {0: 2, 2: 1}
-        assert seconds.by_tier[2].total == pytest.approx(0.4)
-        assert seconds.by_tier[0].total == pytest.approx(0.2 + 0.1)
+        assert seconds.by_tier[2].total == pytest.approx(0.2)
+        assert seconds.by_tier[0].total == pytest.approx(0.4 + 0.1)
         assert sum(door.broker.waited.counts) == 3
         assert door.broker.waited.total == seconds.queue.total == pytest.approx(0.2)
 
     def test_a_member_that_fails_knows_of_its_batch(self) -> None:
         door = CoalescerStand()
         first, second, late = door.ask(), door.ask(), door.ask(total_timeout_s=0.5)
-        [seat] = door.take()
-        seat.batch = Batch("b1", "m", 1, "full", door.now, sent=door.now, endpoint="e", attempts=2)
+        [leader] = door.take()
+        leader.batch = Batch("b1", "m", 1, "full", door.now, sent=door.now, endpoint="e", attempts=2)
         door.pass_time(0.6)
-        door.broker.settle(seat, InputRefused("no"))
+        door.broker.settle(leader, InputRefused("no"))
         for request in (first, second, late):
             facts = facts_of_failure(door.coalescer.own(request))
             assert facts is not None and (facts.batch_id, facts.endpoint, facts.attempts) == ("b1", "e", 2)
@@ -66,9 +66,9 @@ class TestSharing:
         asked = Trace(b"1" * 16, b"2" * 8, is_sampled=True)
         first = door.ask(trace=Trace(b"3" * 16, b"4" * 8))
         second = door.ask(trace=asked)
-        [seat] = door.take()
-        assert seat.trace is asked is second.trace
-        door.answer([seat])
+        [leader] = door.take()
+        assert leader.trace is asked is second.trace
+        door.answer([leader])
         assert door.coalescer.own(first).trace is not asked
 
     def test_other_parameters_or_owners_share_nothing(self) -> None:
@@ -77,7 +77,7 @@ class TestSharing:
             for parameters in (b"", b'{"k":1}'):
                 door.ask(owner=owner, parameters=parameters)
                 door.ask(owner=owner, parameters=parameters)
-        assert (door.admitted, door.coalescer.shared) == (4, 4)
+        assert (door.admitted, door.coalescer.lookups["shared"]) == (4, 4)
 
     def test_members_count_against_the_bounds(self) -> None:
         door = CoalescerStand(waiting_max=3)
@@ -107,10 +107,10 @@ class TestOffenders:
         return asked
 
     def lanes(self, door: CoalescerStand) -> dict[bool, int]:
-        """How many seats wait, by whether they are quarantined."""
+        """How many leaders wait, by whether they are quarantined."""
         return {lane.is_quarantined: lane.waiting for lane in door.broker.lanes("m")}
 
-    def test_nobody_shares_the_seat_of_one(self, door_of_offenders: CoalescerStand) -> None:
+    def test_nobody_joins_the_leader_of_one(self, door_of_offenders: CoalescerStand) -> None:
         door = door_of_offenders
         door.quarantined.add(BAD)
         self.ask(door, owner="bad")
@@ -127,7 +127,8 @@ class TestOffenders:
         door.quarantined.add(BAD)
         door.pass_time(0.01)
         assert "good" in [request.owner for request in door.broker.waiting_requests()]
-        door.answer(door.take())
+        for _ in range(2):  # the one that is quarantined now has moved to a lane of its own
+            door.answer(door.take())
         assert door.outcome(good) == door.outcome(bad) == b'"x"'
         assert (door.coalescer.held, door.coalescer.queued, door.broker.held) == (0, 0, 0)
         assert door.counts() == {"ok": 2}
@@ -141,8 +142,8 @@ class TestOffenders:
         door.pass_time(0.01)
         door.broker.put_back(batch)
         door.pass_time(0.01)
-        assert [request.owner for request in door.broker.waiting_requests()] == ["good"]
-        door.answer(door.take())
+        [leader] = [request for request in door.broker.waiting_requests() if request.owner == "good"]
+        door.answer([request for request in door.take() if request is leader])
         assert door.outcome(good) == b'"x"'
 
     def test_nor_one_who_was_found_out_while_the_queue_was_full(self) -> None:
@@ -176,32 +177,62 @@ class TestResults:
 
 
 class TestPlaceAndDeadline:
-    def test_a_better_tier_takes_all_places_along(self) -> None:
+    def test_a_better_tier_is_queued_itself_and_later_ones_join_it(self) -> None:
+        door = CoalescerStand()
+        low, high, between = door.ask(tier=2), door.ask(tier=0), door.ask(tier=1)
+        assert door.admitted == 2
+        [first] = door.take(1)
+        door.answer([first])
+        assert (first.tier, door.outcome(high), door.outcome(between)) == (0, b'"x"', b'"x"')
+        assert door.outcome(low) is None
+        door.answer(door.take())
+        assert door.outcome(low) == b'"x"'
+        assert (door.coalescer.held, door.coalescer.queued, door.broker.held) == (0, 0, 0)
+
+    def test_an_owner_with_far_less_waiting_is_queued_itself(self) -> None:
         door = CoalescerStand()
         for number in range(40):
-            door.ask(b'"%d"' % number, owner="greedy", tier=2)
-        requests = [door.ask(owner=owner, tier=tier) for owner, tier in (("greedy", 2), ("modest", 2), ("pays", 0))]
+            door.ask(b'"%d"' % number, owner="greedy")
+        requests = [door.ask(owner=owner) for owner in ("greedy", "modest", "other", "greedy")]
+        assert door.admitted == 42
         batch = door.take(2)
-        assert (batch[0].input, batch[0].owner) == (b'"x"', "pays")
+        assert (b'"x"', "modest") in [(request.input, request.owner) for request in batch]
         door.answer(batch)
-        assert [door.outcome(request) for request in requests] == [b'"x"'] * 3
-        assert b'"x"' not in [request.input for request in door.take(100)]
+        assert [door.outcome(request) for request in requests] == [None, b'"x"', b'"x"', b'"x"']
+        door.answer(door.take())
+        assert door.outcome(requests[0]) == b'"x"'
 
-    def test_a_seat_that_has_waited_longer_stays(self) -> None:
+    def test_a_better_one_that_is_refused_joins(self) -> None:
+        door = CoalescerStand()
+        low = door.ask(tier=2)
+        door.refusal = QueueFull("no room")
+        high = door.ask(tier=0)
+        door.answer(door.take())
+        assert door.outcome(low) == door.outcome(high) == b'"x"'
+
+    def test_the_last_that_leaves_takes_its_own_leader_along_only(self) -> None:
+        door = CoalescerStand()
+        low, joined, high = door.ask(tier=2), door.ask(tier=2), door.ask(tier=0)
+        for request in (low, joined):
+            door.coalescer.cancel(request)
+        assert [request.tier for request in door.take()] == [0]
+        assert door.outcome(high) is None
+
+    def test_one_that_has_waited_longer_is_joined(self) -> None:
         door = CoalescerStand()
         door.ask(tier=2)
         door.pass_time(0.48)
         door.ask(tier=0)
         assert [request.tier for request in door.take()] == [2]
 
-    def test_with_strict_order_it_moves(self) -> None:
+    def test_with_strict_order_it_is_not(self) -> None:
         door = CoalescerStand(strict_order=True)
         door.ask(tier=2)
         door.pass_time(0.48)
         door.ask(tier=0)
-        assert [request.tier for request in door.take()] == [0]
+        assert [request.tier for request in door.take()] == [0, 2]
 
-    def test_one_that_runs_stays(self) -> None:
+    def test_one_that_runs_is_joined(self) -> None:
         door = CoalescerStand()
         door.ask(tier=2)
         batch = door.take()
@@ -210,7 +241,7 @@ class TestPlaceAndDeadline:
         door.answer(batch)
         assert door.outcome(high) == b'"x"'
 
-    def test_the_seat_has_the_latest_deadline(self) -> None:
+    def test_the_leader_has_the_latest_deadline(self) -> None:
         door = CoalescerStand()
         hasty = door.ask(total_timeout_s=0.05)
         patient = door.ask()
@@ -235,6 +266,16 @@ class TestPlaceAndDeadline:
         assert isinstance(door.outcome(second), QueueTimeout)
         assert door.take() == []
         assert door.counts() == {"queue-timeout": 2}
+
+    def test_who_joined_keeps_the_place_when_the_time_of_the_first_is_over(self) -> None:
+        door = CoalescerStand()
+        first = door.ask()
+        door.pass_time(0.1)
+        second, other = door.ask(), door.ask(b'"y"')
+        door.pass_time(1.91)
+        assert isinstance(door.outcome(first), QueueTimeout)
+        assert [request.input for request in door.take(1)] == [b'"x"']
+        assert door.outcome(second) is door.outcome(other) is None
 
     def test_who_runs_waits_for_the_deadline(self) -> None:
         door = CoalescerStand()
@@ -266,6 +307,16 @@ class TestFailures:
         door.answer(door.take())
         assert door.outcome(requests[1]) == b'"x"'
 
+    def test_who_is_refused_when_sent_again_has_the_refusal(self) -> None:
+        door = CoalescerStand()
+        requests = [door.ask() for _ in range(3)]
+        [leader] = door.take()
+        failure, door.refusal = UpstreamFailed("down"), QueueFull("no room")
+        door.broker.settle(leader, failure)
+        assert [door.outcome(request) for request in requests] == [failure, door.refusal, door.refusal]
+        assert door.counts() == {failure.code: 1, QueueFull.code: 2}
+        assert (door.coalescer.held, door.coalescer.queued, door.broker.held) == (0, 0, 0)
+
 
 class TestFarAway:
     def test_a_result_from_elsewhere(self) -> None:
@@ -276,8 +327,8 @@ class TestFarAway:
         door.answer(door.take())
         other = CoalescerStand(far=far)
         first, second = other.ask(), other.ask()
-        assert len(far.asked) == 1
-        far.answer()
+        while far.asked:
+            far.answer()
         assert other.outcome(first) == other.outcome(second) == b'"x"'
         assert cached(other, first)
         assert other.admitted == 0
@@ -287,14 +338,15 @@ class TestFarAway:
         assert other.counts() == {"ok": 3}
         assert other.coalescer.held == 0
 
-    def test_without_one_the_seat_is_queued_once(self) -> None:
+    def test_without_one_a_leader_is_queued_once(self) -> None:
         far = FarAway()
         door = CoalescerStand(far=far)
-        requests = [door.ask(tier=2), door.ask(tier=0, owner="pays")]
+        requests = [door.ask(), door.ask(owner="other")]
         assert door.admitted == 0
-        far.answer(is_broken=True)
+        for _ in range(2):
+            far.answer(is_broken=True)
         batch = door.take()
-        assert [(request.tier, request.owner) for request in batch] == [(0, "pays")]
+        assert len(batch) == 1
         door.answer(batch)
         assert [door.outcome(request) for request in requests] == [b'"x"'] * 2
         assert door.counts() == {"ok": 2}
@@ -307,7 +359,9 @@ class TestFarAway:
         requests = [door.ask() for _ in range(number)]
         for request in requests:
             door.coalescer.cancel(request)
-        far.answer()
+            door.coalescer.cancel(request)  # a second time changes nothing
+        while far.asked:
+            far.answer()
         assert door.admitted == 0
         assert door.counts() == {"client-left": number}
         assert (door.coalescer.held, door.coalescer.queued) == (0, 0)
@@ -321,7 +375,7 @@ class TestFarAway:
         task = make_request("t", door.witness, now=door.now, value=b'"y"', is_task=True)
         door.coalescer.submit(task, NO_OPTIONS, accepted.append)
         monkeypatch.setattr(door.broker, "submit", lambda request: 1 / 0)
-        for _ in range(2):
+        while far.asked:
             far.answer()
         assert all(isinstance(door.outcome(request), InternalError) for request in requests)
         assert [type(each) for each in accepted] == [InternalError]
@@ -342,7 +396,7 @@ class TestWhatAMemberBrings:
     def test_each_permit_is_given_back_once(self) -> None:
         door = CoalescerStand()
         permits = [Permit() for _ in range(3)]
-        requests = [door.ask(tier=2 - number, permit=permits[number]) for number in range(3)]
+        requests = [door.ask(permit=permit) for permit in permits]
         door.broker.settle(door.take()[0], UpstreamFailed("down"))
         door.answer(door.take())
         assert [permit.given_back for permit in permits] == [1, 1, 1]

@@ -59,8 +59,6 @@ class House:
             self.broker,
             ResultCache(bytes_max=1000, ttl_s=300.0),
             exact_key if far is None else digest_key,
-            outcomes=self.broker.outcomes,
-            waited=self.broker.waited,
             seconds=self.broker.seconds,
             waiting_max=4,
             bytes_max=1000,

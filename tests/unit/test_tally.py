@@ -75,17 +75,18 @@ def test_the_stages_sum_up_whatever_another_clock_says(
     assert sum(each.total for each in seconds.by_tier.values()) == pytest.approx(total)
 
 
-@given(st.dictionaries(st.integers(0, 2), AGES, min_size=1), TOLD, TOLD)
-def test_those_who_came_while_the_call_ran_count_as_one_by_one(
-    ages: dict[int, list[float]], started_s: float, call_s: float
+@given(st.lists(st.tuples(st.integers(0, 2), st.floats(0.0, 60.0), st.floats(0.0, 1.0)), min_size=1), TOLD, TOLD)
+def test_those_who_came_at_any_time_count_as_one_by_one(
+    ages: list[tuple[int, float, float]], started_s: float, call_s: float
 ) -> None:
     call = CallFacts(1, call_s, started_s=started_s)
     together, singly = RequestSeconds(), RequestSeconds()
-    together.answered_late(ages, call)
-    for tier, those in ages.items():
-        for age_s in those:
-            singly.answered({tier: [age_s]}, age_s, call)
-    pairs = [(together.by_tier[tier], singly.by_tier[tier]) for tier in ages]
+    since_taken_s = [age_s * share for _, age_s, share in ages]
+    waits = [age_s - since_s for (_, age_s, _), since_s in zip(ages, since_taken_s, strict=True)]
+    together.answered_apart([(tier, age_s) for tier, age_s, _ in ages], waits, call)
+    for (tier, age_s, _), wait_s in zip(ages, waits, strict=True):
+        singly.answered({tier: [age_s]}, age_s - wait_s, call)
+    pairs = [(together.by_tier[tier], singly.by_tier[tier]) for tier, _, _ in ages]
     for one, other in [*pairs, *zip(together.stages().values(), singly.stages().values(), strict=True)]:
         assert one.counts == other.counts
         assert one.total == pytest.approx(other.total, abs=1e-9)

@@ -1,26 +1,26 @@
 """Identical requests are coalesced: one of them is sent, and all get its result. Results that are kept need none.
 
-1. Each client has a request of its own, with its own waiter, deadline and end. The broker has the leader. While a
-   client shares with no other, the leader is its own request, so that a request which stays alone costs little more
-   than without coalescing. When a second client comes, a SharedRequest becomes the leader, and both are its members.
-2. The leader has the best place and the latest deadline of its members. A leader that waits is queued anew for a
-   member with a better place: of a higher tier, or of an owner with far less waiting. Where the coalescer does not know
-   whether the leader still waits (Redis), or which one goes first (owners take turns), the old leader stays in the
-   queue as well, and the first result counts: no member waits longer, and the model may see the input twice.
-3. Each member has its own deadline and its own time in the queue. The last member that leaves withdraws the leader.
+1. What the broker has is the leader. A client that shares with no other has its own request there. When a second one
+   comes, the leader becomes no client's own: each client has a member, with its own waiter, deadline and end.
+2. A request joins the leader that is open for its key, unless it would be served sooner than that: the leader was not
+   taken yet, and is of a lower tier, or of an owner that has far more waiting. Then the request is queued itself, and
+   is the one that is open. The leader before it keeps its members: the model may see the input twice. If such a request
+   is refused, it joins after all.
+3. A member that leaves, or whose time is over, has its own outcome, and the others do not notice: the leader has the
+   latest deadline of its members. The last one that leaves withdraws the leader. Over Redis, where no deadline can be
+   changed, a leader ends with the time of its first client, and rule 4 is for the others.
 4. All members get an output, and an error that would come again. Any other error is the first member's alone: the
-   others, if they have time left, are sent once more, together; what comes of that is for all of them.
-5. Members count against bounds of their own, as many requests and bytes as the broker may have. Input and parameters
+   others, if they have time left, get another leader, once; what comes of that is for all of them.
+5. No member waits for a quarantined owner's leader, which waits for longer: other owners do not join it, and if the
+   owner is quarantined later, they get another leader, unless it runs.
+6. Members count against bounds of their own, as many requests and bytes as the broker may have. Input and parameters
    are one object for all members, which the broker counts: no client fills that bound by sending one large input often.
-6. Where other processes keep results too (Redis), the coalescer asks them before it queues a leader. Members may join
-   meanwhile.
-7. No member waits for a quarantined owner's leader, which waits for longer. When the owner of a leader is quarantined,
-   the coalescer queues it anew for another member.
+7. Where other processes keep results too (Redis), the coalescer asks them before it queues or joins.
 8. Where no client asks twice, requests pass by all this (broker/asked_twice.py).
 """
 
 import logging
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Sequence, Set
 from copy import copy
 from functools import partial
@@ -40,10 +40,10 @@ from carpool.core.errors import (
     queue_time_passed,
 )
 from carpool.core.events import Events
-from carpool.core.histograms import Histogram, RequestSeconds
-from carpool.core.outcome import CallFacts, Outcome, Output
-from carpool.core.ports import NO_OPTIONS, FarResults, QueueStats, RequestOptions, RequestQueue, Results, SameKey
-from carpool.core.request import ADMITTED, DONE, QUEUED, RUNNING, Request, Waiter
+from carpool.core.histograms import RequestSeconds
+from carpool.core.outcome import Outcome, Output
+from carpool.core.ports import NO_OPTIONS, CountingQueue, FarResults, RequestOptions, Results, SameKey
+from carpool.core.request import ADMITTED, DONE, QUEUED, RUNNING, Request
 
 logger = logging.getLogger("carpool.broker")
 
@@ -53,27 +53,22 @@ LOOKUPS = ("hit", "miss", "shared", "passed")
 
 
 class SharedRequest:
-    """What the requests with one key have in common. It is the waiter of the leaders that the broker has for them."""
+    """A leader and its members. It is the leader's waiter."""
 
-    __slots__ = ("_coalescer", "first", "is_looked_for", "key", "members", "refusal", "requests", "waiter")
+    __slots__ = ("_coalescer", "first", "key", "leader", "members", "waiter")
 
-    def __init__(self, coalescer: "Coalescer", key: SameKey, request: Request) -> None:
+    def __init__(self, coalescer: "Coalescer", key: SameKey, leader: Request) -> None:
         self._coalescer = coalescer
         self.key = key
-        # What was queued for it, or is about to be; empty when it is over.
-        self.requests = [request]
-        # The waiter of its first request, while no other request shares it.
-        self.waiter: Waiter = request.waiter if request.result is None else request.result
-        # The members; None while the first is alone. The first may have left.
-        self.members: dict[int, Request] | None = None
-        self.first: Request | None = None
-        # Other processes are asked for a result: nothing is queued yet.
-        self.is_looked_for = False
-        # Why admission refused its first request before they were asked: its outcome if they have none and it is alone.
-        self.refusal: CarpoolError | None = None
+        self.leader = leader
+        # Of a client that is alone: its waiter, and no members.
+        self.waiter = leader.waiter
+        self.members: dict[int, Request] = {}
+        # The member in whose place the leader was queued; it may have left.
+        self.first = leader
 
     def settled(self, request: Request, outcome: Outcome) -> None:
-        """One of its requests has an outcome."""
+        """The leader has its outcome."""
         self._coalescer.ended(self, request, outcome)
 
 
@@ -86,13 +81,10 @@ class Coalescer:
         self,
         admit: Callable[[Request], CarpoolError | None],
         admit_task: Callable[[Request, Callable[[CarpoolError | None], None]], None],
-        queue: RequestQueue,
+        queue: CountingQueue,
         results: Results,
         key_of: Callable[[Request], SameKey],
         *,
-        # Where the broker counts outcomes, and how long requests waited and took.
-        outcomes: Counter[str],
-        waited: Histogram,
         seconds: RequestSeconds,
         waiting_max: int,
         bytes_max: int,
@@ -101,8 +93,6 @@ class Coalescer:
         strict_order: bool = False,
         # Model and owner of the quarantined, who share batches with each other only. Empty is false.
         quarantined: Set[tuple[str, str]] = frozenset(),
-        # What waits of a model and a tier, by owner; None where all owners are treated alike.
-        queue_stats: Callable[[str, int], QueueStats] | None = None,
         events: Events | None = None,
         clock: Clock = monotonic,
     ) -> None:
@@ -113,21 +103,17 @@ class Coalescer:
         self._kept = results.numbers
         self._asked_twice = AskedTwice(is_one_of_many=far is not None)
         self._key_of = key_of
-        self._outcomes = outcomes
-        self._waited = waited
         self._seconds = seconds
         self._waiting_max = waiting_max
         self._bytes_max = bytes_max
         self._far = far
         self._strict_order = strict_order
         self._quarantined = quarantined
-        self._queue_stats = queue_stats
-        # Quarantined owners for whose leaders no other owner's member waits any more.
-        self._parted: Set[tuple[str, str]] = frozenset()
         self._events = events or Events()
         self._clock = clock
-        # What new requests may still share: shared requests, and requests that are alone and need none yet.
-        self._open: dict[SameKey, SharedRequest | Request] = {}
+        # What new requests may join; and all that have members and a leader, also those that are not open any more.
+        self._open: dict[SameKey, SharedRequest] = {}
+        self._joined: set[SharedRequest] = set()
         self._deadlines = Deadlines()
         # Members, and requests for which other processes are asked.
         self.held = 0
@@ -135,17 +121,10 @@ class Coalescer:
         # Leaders that the broker has and that are no client's own request.
         self.queued = 0
         # For metrics: requests whose result was kept, that were sent, that shared another, that passed by.
-        self.hits = 0
-        self.misses = 0
-        self.shared = 0
-        self.passed = 0
+        self.lookups = dict.fromkeys(LOOKUPS, 0)
 
     def __repr__(self) -> str:
         return f"<Coalescer open={len(self._open)} held={self.held} bytes={self.held_bytes} queued={self.queued}>"
-
-    def lookups(self) -> dict[str, int]:
-        """What became of requests, by what `/metrics` calls it."""
-        return dict(zip(LOOKUPS, (self.hits, self.misses, self.shared, self.passed), strict=True))
 
     # What the face calls.
 
@@ -158,37 +137,43 @@ class Coalescer:
         if options is not NO_OPTIONS:
             if options.no_store:
                 return self._admit(request)
-            if options.no_cache:  # no request shares it, but its result is kept
-                self.misses += 1
-                request.result_key, request.result, request.waiter = self._key_of(request), request.waiter, self
-                return self._admit(request)
+            if options.no_cache:  # no request joins it, but its result is kept
+                self.lookups["miss"] += 1
+                return self._send(self._key_of(request), request, is_open=False)
         # Most requests have neither result nor leader: what follows is written so that these cost little.
         refusal, asked = None, self._asked_twice
         if request.arrived < asked.rests_until and (number := asked.passes(request)):
             refusal = self._admit(request)
             if refusal is None:
                 asked.remember(number)
-                self.passed += 1
+                self.lookups["passed"] += 1
                 return None
         key = self._key_of(request)  # also if refused: load refuses no request whose result is there
         if hash(key) in self._kept and (found := self._results.find(key, request.arrived)) is not None:
             self._hit(request, found)
             return None
-        if key in self._open:
-            shared = self._open[key]
-            if not self._quarantined or self._may_share(shared, request):
-                leader = shared.requests[0] if isinstance(shared, SharedRequest) else shared
-                return self._join(key, shared, leader, request)
-        if self._far is not None and not request.is_judged:  # else `needing` has asked them
-            request.waiter = shared_request = self._open[key] = SharedRequest(self, key, request)
-            shared_request.refusal = refusal
-            return self._look(shared_request, request, self._far)
-        self.misses += 1
-        if refusal is not None:
-            return refusal
-        request.result_key, request.result, request.waiter = key, request.waiter, self
-        self._open[key] = request
-        return self._admit(request)
+        if self._far is None or request.is_judged or key in self._open:  # if judged, `needing` has asked them
+            return self._come_in(key, request, refusal)
+        if (full := self._refusal(1, request.size)) is not None:
+            return full
+        request.held_by = self
+        self._look(key, request.size, partial(self._looked_for, key, request, refusal))
+        return None
+
+    def _come_in(self, key: SameKey, request: Request, refusal: CarpoolError | None) -> CarpoolError | None:
+        """Let a request join, or queue it; `refusal`: admission has refused it already."""
+        shared = self._open.get(key)
+        if shared is not None:
+            leader = shared.leader
+            if leader.owner != request.owner and self._is_quarantined(leader):
+                shared = None
+            elif not self._is_better(request, leader):
+                return self._join(shared, request)
+        refusal = refusal or self._send(key, request)
+        if refusal is not None and shared is not None:
+            return self._join(shared, request)
+        self.lookups["miss"] += 1
+        return refusal
 
     def needing(
         self, requests: Sequence[Request], options: RequestOptions, told: Callable[[Sequence[Request]], None]
@@ -199,31 +184,22 @@ class Coalescer:
             return
         keyed = [(self._key_of(request), request) for request in requests]
         needing = self._needing(keyed)
+        missing, size = len(needing), sum(those[0].size for those in needing.values())
         # Also in a rest: no other step looks for their results before admission judges them.
-        sizes = {key: those[0].size for key, those in needing.items()}
-        size, missing = sum(sizes.values()), len(sizes)
-        has_room = self.held + missing <= self._waiting_max and self.held_bytes + size <= self._bytes_max
-        if self._far is None or not needing or not has_room:
+        if self._far is None or not needing or self._refusal(missing, size) is not None:
             told([those[0] for those in needing.values()])
             return
 
-        def found(key: SameKey, output: Output | None, age_s: float) -> None:
+        def found(those: list[Request], output: Output | None) -> None:
             nonlocal missing
             missing -= 1
-            self.held -= 1
-            self.held_bytes -= sizes[key]
-            if output is not None:
-                self._results.keep(key, output, self._clock(), age_s)
-                for request in needing[key]:
-                    request.result = output
-            if not missing:  # once more: the request that one of them would have shared may be gone
+            for request in those:
+                request.result = output
+            if not missing:  # once more: the request that one of them would have joined may be gone
                 told([those[0] for those in self._needing(keyed).values()])
 
-        self.held += missing
-        self.held_bytes += size
-        for key in sizes:
-            assert isinstance(key, bytes)
-            self._far.look(key, partial(found, key))
+        for key, those in needing.items():
+            self._look(key, those[0].size, partial(found, those))
 
     def _needing(self, keyed: Sequence[tuple[SameKey, Request]]) -> defaultdict[SameKey, list[Request]]:
         """Requests for which there is neither a result nor a leader, by their keys."""
@@ -239,19 +215,6 @@ class Coalescer:
             self._asked_twice.again()  # ends a rest, in which `ask` would queue the others, too
         return needing
 
-    def settled(self, request: Request, outcome: Outcome) -> None:
-        """A request that was alone to its end has its outcome."""
-        key = request.result_key
-        if (shared := self._open.pop(key, request)) is not request:
-            self._open[key] = shared  # another leader has this key
-        if isinstance(outcome, Output):
-            self._asked_twice.kept(request.ended)
-            if self._far is None:
-                self._results.keep(key, outcome, request.ended)
-            else:
-                self._keep(key, outcome)
-        request.result.settled(request, outcome)
-
     def submit(
         self, request: Request, options: RequestOptions, accepted: Callable[[CarpoolError | None], None]
     ) -> None:
@@ -259,424 +222,301 @@ class Coalescer:
         if not options.no_store:
             key = request.result_key = self._key_of(request)
             if not options.no_cache:
-                request.result = self._results.find(key, request.arrived)
-                if request.result is None and self._far is not None:
-                    assert isinstance(key, bytes)
-                    self._far.look(key, partial(self._task_looked_for, request, accepted))
-                    return
-                self._count_task(request)
+                found = self._results.find(key, request.arrived)
+                if found is None and self._far is not None:
+                    self._look(key, request.size, partial(self._submit, request, accepted))
+                else:
+                    self._submit(request, accepted, found)
+                return
         self._admit_task(request, accepted)
 
-    def keep(self, key: SameKey, output: Output) -> None:
-        """Keep the result of a task."""
-        self._results.keep(key, output, self._clock())
+    def _submit(self, request: Request, accepted: Callable[[CarpoolError | None], None], found: Output | None) -> None:
+        request.result = found
+        self.lookups["miss" if found is None else "hit"] += 1
+        if found is not None:
+            self._asked_twice.again()
+        if (failure := guarded(partial(self._admit_task, request, accepted))) is not None:
+            accepted(failure)
 
     def cancel(self, request: Request) -> None:
         """The client left. Requests that share nothing are the queue's alone."""
-        if request.phase == DONE and not request.is_shared:
-            return
-        shared_request = request.waiter if isinstance(request.waiter, SharedRequest) else request.held_by
-        if not isinstance(shared_request, SharedRequest):
-            self._queue.cancel(request)
-        elif shared_request.members is None:
-            self._leave_alone(shared_request, request)
+        own, left = own_of(request), ClientLeft("the client left")
+        if isinstance(own.held_by, SharedRequest):
+            self._leave(own, left)
+        elif own.held_by is self:
+            own.held_by = None
+            if self._events.subscribers:
+                self._events.admitted(own)
+            self._count(own, left)
         else:
-            member = shared_request.first if request.is_shared else request
-            if member is not None and member.phase != DONE:
-                self._leave(member, client_left())
+            self._queue.cancel(own)
 
     def own(self, request: Request) -> Request:
-        """The client's own request, where it became a shared one: either may have ended without the other."""
-        shared_request = request.waiter
-        if not isinstance(shared_request, SharedRequest) or not request.is_shared or shared_request.first is None:
-            return request
-        return shared_request.first if DONE in (request.phase, shared_request.first.phase) else request
+        """The client's own request, where it became a leader: either may have ended without the other."""
+        own = own_of(request)
+        return own if DONE in (request.phase, own.phase) else request
 
     def expire(self, now: float) -> None:
         """Look at the members whose time is over, and at members that wait for a quarantined owner."""
-        if self._quarantined != self._parted:
-            parted = [self._part(shared) for shared in list(self._open.values()) if isinstance(shared, SharedRequest)]
-            if all(parted):  # else again: a leader that runs may come back, and a full queue gets room
-                self._parted = frozenset(self._quarantined)
+        if self._quarantined:
+            for shared in list(self._joined):
+                self._part(shared, now)
         for member in self._deadlines.due(now):
             if member.phase == DONE:
                 continue  # the waiter of an earlier member has made it leave
             if member.deadline <= now:
                 self._leave(member, DeadlineExceeded("no result in time; the request was given up"))
-            elif self._may_run(member.held_by, member):
+                continue
+            leader: Request = member.held_by.leader
+            # Over Redis another process sees to it that a leader does not wait too long.
+            if leader.taken if self._far is None else leader.arrived <= member.arrived:
                 self._deadlines.add_unordered(member, member.deadline)
             else:
                 self._leave(member, queue_time_passed(member.queue_timeout_s))
 
     # What the broker calls.
 
-    def ended(self, shared_request: SharedRequest, request: Request, outcome: Outcome) -> None:
-        """A shared request has its outcome."""
-        if not request.is_shared:
-            self._close(shared_request)
-            if isinstance(outcome, Output):
-                self._asked_twice.kept(request.ended)
-                self._keep(shared_request.key, outcome)
-            shared_request.waiter.settled(request, outcome)
-            return
-        self._outcomes[request.result_code] -= 1  # the broker counted the leader; here its members count
-        self.queued -= 1
-        if request not in shared_request.requests:
-            return  # given up
-        shared_request.requests.remove(request)
-        assert shared_request.members is not None
+    def ended(self, shared: SharedRequest, leader: Request, outcome: Outcome) -> None:
+        """A leader has its outcome."""
+        key = self._close(shared)
         if isinstance(outcome, Output):
-            self._close(shared_request)
-            self._keep(shared_request.key, outcome)
-            members = list(shared_request.members.values())
-            for member in members:
-                ride_along(member, request)
-            self._settle_all(shared_request, members, outcome)
-            self._count_seconds(members, request.taken, outcome.call)
-        elif not shared_request.requests:  # else another leader is under way for them
-            self._close(shared_request)
-            members = (
-                self._go_again(shared_request, outcome) if outcome.retryable else list(shared_request.members.values())
-            )
-            for member in members:
-                ride_along(member, request)
-            self._settle_all(shared_request, members, outcome)
+            self._asked_twice.kept(leader.ended)
+            self._keep(key, outcome, leader.ended)
+        if not leader.is_shared:
+            leader.waiter = shared.waiter
+            leader.waiter.settled(leader, outcome)
+            return
+        self._queue.outcomes[leader.result_code] -= 1  # the broker counted the leader; here its members count
+        self.queued -= 1
+        if isinstance(outcome, CarpoolError) and outcome.retryable:
+            self._go_again(key, shared)
+        for member in shared.members.values():
+            ride_along(member, leader)
+        self._settle_all(shared, outcome)
 
     # Results.
 
     def _hit(self, request: Request, output: Output) -> None:
-        self.hits += 1
+        self.lookups["hit"] += 1
         self._asked_twice.again()
         request.taken = request.arrived
         if self._events.subscribers:
             self._events.admitted(request)
         self._count(request, output)
 
-    def _keep(self, key: SameKey, output: Output) -> None:
+    def _keep(self, key: SameKey, output: Output, now: float) -> None:
         if self._far is not None:
             assert isinstance(key, bytes)
             if self._far.keep(key, output) and hash(key) not in self._kept:
                 return  # here too once a request asks for it: most results are never asked for again
-        self._results.keep(key, output, self._clock())
+        self._results.keep(key, output, now)
 
-    def _look(self, shared_request: SharedRequest, request: Request, far: FarResults) -> CarpoolError | None:
-        """Ask other processes for the result of a new shared request."""
-        if (refusal := self._refusal(request.size)) is not None:
-            return refusal
+    def _look(self, key: SameKey, size: int, found: Callable[[Output | None], None]) -> None:
+        """Ask other processes for a result."""
+        assert self._far is not None
+        assert isinstance(key, bytes)
         self.held += 1
-        self.held_bytes += request.size
-        shared_request.is_looked_for = True
-        assert isinstance(shared_request.key, bytes)
-        far.look(shared_request.key, partial(self._looked_for, shared_request, request))
-        return None
+        self.held_bytes += size
 
-    def _looked_for(self, shared_request: SharedRequest, request: Request, output: Output | None, age_s: float) -> None:
-        """The other processes have answered: with the result, or the request must be queued."""
-        now = self._clock()
-        self.held -= 1
-        self.held_bytes -= request.size
-        shared_request.is_looked_for = False
+        def told(output: Output | None, age_s: float) -> None:
+            self.held -= 1
+            self.held_bytes -= size
+            if output is not None and hash(key) not in self._kept:  # else others have asked for it, too
+                self._results.keep(key, output, self._clock(), age_s)
+            found(output)
+
+        self._far.look(key, told)
+
+    def _looked_for(self, key: SameKey, request: Request, refusal: CarpoolError | None, output: Output | None) -> None:
+        if request.phase == DONE:
+            return  # its client has left
+        request.held_by = None
         if output is not None:
-            self._results.keep(shared_request.key, output, now, age_s)
-        if not shared_request.requests:
-            return  # all have left
-        if output is not None:
-            self._close(shared_request)
-            if shared_request.members is None:
-                request.waiter = shared_request.waiter
-                self._hit(request, output)
-                return
-            self.hits += 1
-            self._asked_twice.again()
-            drop(request)
-            members = list(shared_request.members.values())
-            for member in members:
-                member.taken = member.arrived
-            self._settle_all(shared_request, members, output)
-            return
-        self.misses += 1
-        try:
-            refusal = shared_request.refusal or expired(request, now) or self._admit(request)
-        except Exception as failure:
-            refusal = defect(failure)
-        self.queued += request.is_shared
+            self._hit(request, output)
+        elif (refusal := guarded(partial(self._come_in, key, request, refusal))) is not None:
+            request.settle(refusal, self._clock())
+
+    # Leaders.
+
+    def _is_better(self, request: Request, leader: Request) -> bool:
+        """Whether a request would be served sooner than a leader that may still wait."""
+        if leader.taken or self._is_quarantined(request):
+            return False
+        if request.tier != leader.tier:
+            return request.tier < leader.tier and (self._strict_order or request.place < leader.place)
+        if request.owner == leader.owner:
+            return False
+        if self._far is not None and not (leader.is_over or leader.is_late):
+            return False  # over Redis only requests over their owner's share, and late ones, go later
+        queue_stats = self._queue.queue_stats(leader.model, leader.tier)
+        return FAR_MORE * (queue_stats.of(request.owner) + 1) < queue_stats.of(leader.owner)
+
+    def _is_quarantined(self, request: Request) -> bool:
+        return (request.model, request.owner) in self._quarantined
+
+    def _send(self, key: SameKey, request: Request, *, is_open: bool = True) -> CarpoolError | None:
+        """Queue the request of a client that is alone."""
+        shared = SharedRequest(self, key, request)
+        request.waiter = shared
+        refusal = self._admit(request)
         if refusal is not None:
-            self._outcomes[refusal.code] += request.is_shared  # `ended` counts it out
-            request.settle(refusal, now)
+            request.waiter = shared.waiter
+        elif is_open and request.phase != DONE:
+            self._open[key] = shared
+        return refusal
 
-    def _task_looked_for(
-        self,
-        request: Request,
-        accepted: Callable[[CarpoolError | None], None],
-        output: Output | None,
-        age_s: float,
+    def _share(self, shared: SharedRequest, leader: Request) -> None:
+        """A second client comes: the first one gets a member."""
+        first = shared.first = copy(leader)
+        first.waiter, first.number = shared.waiter, 0
+        self._disown(shared, leader)
+        self._add(shared, first)
+
+    def _lead(
+        self, key: SameKey, members: Sequence[Request], admit: Callable[[Request], CarpoolError | None], now: float
     ) -> None:
-        if output is not None:
-            self._results.keep(request.result_key, output, self._clock(), age_s)
-        request.result = output
-        self._count_task(request)
-        try:
-            self._admit_task(request, accepted)
-        except Exception as failure:
-            accepted(defect(failure))
+        """Queue another leader for some members, in the place of the best of them."""
+        best = min(members, key=lambda member: (self._is_quarantined(member), member.tier, member.place))
+        leader = copy(best)
+        leader.held_by, leader.number, leader.phase, leader.taken = None, 0, ADMITTED, 0.0
+        leader.is_quarantined = leader.is_over = False
+        leader.arrived, leader.deadline = now, max(member.deadline for member in members)
+        leader.trace = next((member.trace for member in members if is_sampled(member)), best.trace)
+        shared = self._open[key] = SharedRequest(self, key, leader)
+        leader.waiter, shared.first = shared, best
+        for member in members:
+            del member.held_by.members[id(member)]
+            member.held_by = shared
+            shared.members[id(member)] = member
+        self._disown(shared, leader)
+        if (refusal := guarded(partial(admit, leader))) is not None:
+            self._queue.outcomes[refusal.code] += 1  # `ended` counts it out
+            leader.settle(refusal, now)
 
-    def _count_task(self, request: Request) -> None:
-        if request.result is None:
-            self.misses += 1
-        else:
-            self.hits += 1
-            self._asked_twice.again()
+    def _disown(self, shared: SharedRequest, leader: Request) -> None:
+        """A leader is no client's own request any more, or never was."""
+        leader.is_shared, leader.ticket, leader.permit, leader.own_timeout_s = True, None, None, 0.0
+        if self._far is None:
+            leader.queue_timeout_s = inf  # its members have their own
+        self._joined.add(shared)
+        self.queued += 1
+
+    def _go_again(self, key: SameKey, shared: SharedRequest) -> None:
+        """Queue another leader for the members that do not get a passing error."""
+        now, members = self._clock(), shared.members.values()
+        again = [each for each in members if each is not shared.first and not each.sends and now < due(each)]
+        for member in again:
+            member.sends += 1
+        if again:
+            self._lead(key, again, self._admit, now)
+
+    def _part(self, shared: SharedRequest, now: float) -> None:
+        """If the owner of a leader that waits is quarantined, queue another one for members of other owners."""
+        leader = shared.leader
+        if leader.phase == RUNNING or not self._is_quarantined(leader):
+            return
+        others = [member for member in shared.members.values() if not self._is_quarantined(member)]
+        if others and self._queue.refusal_of_all(others[:1]) is None:  # else later, when there is room
+            self._lead(shared.key, others, self._queue.submit, now)
+            if not shared.members:
+                self._close(shared)
+                self._queue.cancel(leader)
+
+    def _close(self, shared: SharedRequest) -> SameKey:
+        """Let no request join any more; returns the key, which may be the whole input."""
+        key, shared.key = shared.key, b""
+        shared.leader = shared.first  # the leader keeps it for as long as people may look for the request
+        if self._open.get(key) is shared:
+            del self._open[key]
+        self._joined.discard(shared)
+        return key
 
     # Members.
 
-    def _join(
-        self, key: SameKey, shared: SharedRequest | Request, leader: Request, request: Request
-    ) -> CarpoolError | None:
+    def _join(self, shared: SharedRequest, request: Request) -> CarpoolError | None:
         """Let a request wait for the result of another."""
-        if (refusal := self._refusal(own_bytes(request))) is not None:
+        if (refusal := self._refusal(1, len(request.client_id))) is not None:
             return refusal
-        if isinstance(shared, SharedRequest):
-            shared_request = shared
-        else:
-            leader.waiter = shared_request = self._open[key] = SharedRequest(self, key, leader)
-            leader.result_key = leader.result = None
-        if shared_request.members is None:
-            self._share(shared_request, leader)
-        self.shared += 1
+        self.lookups["shared"] += 1
         self._asked_twice.again()
+        leader = shared.leader
+        if not leader.is_shared:
+            self._share(shared, leader)
         if is_sampled(request) and not is_sampled(leader):
             leader.trace = request.trace  # so that its batch is kept, too
+        if self._far is None:
+            leader.deadline = max(leader.deadline, request.deadline)
         # The same bytes need not be held twice.
         request.input, request.prepared, request.parameters = leader.input, leader.prepared, leader.parameters
         if self._events.subscribers:
             self._events.admitted(request)
-        self._add(shared_request, request)
-        if self._far is None or shared_request.is_looked_for:
-            leader.deadline = max(leader.deadline, request.deadline)
-        last = shared_request.requests[-1]
-        is_better = request.tier < last.tier and (self._strict_order or request.place < last.place)
-        if (is_better or self._has_less_waiting(request, shared_request, last)) and not self._offends(request):
-            self._move_up(shared_request, last, request)
+        self._add(shared, request)
         return None
 
-    def _has_less_waiting(self, member: Request, shared_request: SharedRequest, leader: Request) -> bool:
-        """Whether a leader of this member's tier is queued for an owner that has far more waiting."""
-        if self._queue_stats is None or member.tier != leader.tier or member.owner == leader.owner:
-            return False
-        if self._far is not None and not (leader.is_over or leader.is_late or shared_request.is_looked_for):
-            return False  # over Redis only requests over their owner's share, and late ones, go later
-        queue_stats = self._queue_stats(leader.model, leader.tier)
-        return FAR_MORE * (queue_stats.of(member.owner) + 1) < queue_stats.of(leader.owner)
-
-    def _share(self, shared_request: SharedRequest, leader: Request) -> None:
-        """The first is not alone any more: give it a request of its own. What the broker has is the shared one now."""
-        shared_request.members, shared_request.refusal = {}, None
-        first = shared_request.first = copy(leader)
-        first.waiter, first.number = shared_request.waiter, 0
-        leader.is_shared, leader.ticket, leader.permit, leader.own_timeout_s = True, None, None, 0.0
-        if not shared_request.is_looked_for:
-            self.queued += 1
-        elif self._events.subscribers:
-            self._events.admitted(first)
-        if self._far is None:
-            leader.queue_timeout_s = inf  # its members have their own
-        self._add(shared_request, first)
-
-    def _add(self, shared_request: SharedRequest, member: Request) -> None:
-        assert shared_request.members is not None
+    def _add(self, shared: SharedRequest, member: Request) -> None:
         self.held += 1
-        self.held_bytes += own_bytes(member)
-        shared_request.members[id(member)] = member
-        member.phase, member.held_by = QUEUED, shared_request
-        self._deadlines.add_unordered(member, min(member.arrived + member.queue_timeout_s, member.deadline))
+        self.held_bytes += len(member.client_id)
+        shared.members[id(member)] = member
+        member.phase, member.held_by = QUEUED, shared
+        self._deadlines.add_unordered(member, due(member))
 
-    def _move_up(self, shared_request: SharedRequest, leader: Request, member: Request) -> None:
-        """A leader that waits gets the place that this member would have; a leader that runs needs none."""
-        if shared_request.is_looked_for:
-            leader.tier, leader.place, leader.owner = member.tier, member.place, member.owner
-            leader.is_late = member.is_late
-            return
-        if member.tier <= leader.tier and not any(each.taken for each in shared_request.requests):
-            self._queue_anew(shared_request, leader, member, stays=member.tier == leader.tier)
-
-    def _queue_anew(
-        self, shared_request: SharedRequest, leader: Request, member: Request, *, stays: bool = False
-    ) -> bool:
-        """Queue a leader where this member would wait, if there is room. `stays`: the old leader is kept as well."""
-        assert shared_request.members is not None
-        latest = max(each.deadline for each in shared_request.members.values())
-        moved = self._shared_for(shared_request, member, latest, leader.queue_timeout_s)
-        moved.place = member.place
-        if self._queue.submit(moved) is not None:
-            return False  # it stays where it is
-        self.queued += 1
-        if stays or self._far is not None:
-            shared_request.requests.append(moved)  # a batcher may have the old one already
-        else:
-            before, shared_request.requests = shared_request.requests, [moved]
-            for each in before:
-                self._queue.cancel(each)
-        return True
-
-    def _may_share(self, shared: SharedRequest | Request, request: Request) -> bool:
-        """Whether a request would not wait for another owner that is quarantined."""
-        if isinstance(shared, Request):
-            return shared.owner == request.owner or not self._offends(shared)
-        self._part(shared)
-        return any(each.owner == request.owner or not self._offends(each) for each in shared.requests)
-
-    def _part(self, shared_request: SharedRequest) -> bool:
-        """If a shared request waits for quarantined owners only, queue it for another member. False: not yet."""
-        if shared_request.members is None or not all(self._offends(each) for each in shared_request.requests):
-            return True
-        others = [member for member in shared_request.members.values() if not self._offends(member)]
-        if not others:
-            return True
-        if any(each.phase == RUNNING for each in shared_request.requests):
-            return False
-        best, leader = min(others, key=by_place), shared_request.requests[-1]
-        if shared_request.is_looked_for:
-            leader.tier, leader.place, leader.owner = best.tier, best.place, best.owner
-            leader.is_late = best.is_late
-            return True
-        return self._queue_anew(shared_request, leader, best)
-
-    def _offends(self, request: Request) -> bool:
-        return (request.model, request.owner) in self._quarantined
-
-    def _shared_for(
-        self, shared_request: SharedRequest, member: Request, deadline: float, queue_timeout_s: float
-    ) -> Request:
-        """What the broker gets, as if this member came now."""
-        now = self._clock()
-        request = copy(member)
-        request.waiter, request.ticket, request.held_by, request.number = shared_request, None, None, 0
-        request.phase, request.is_shared, request.is_quarantined, request.taken = ADMITTED, True, False, 0.0
-        request.permit, request.own_timeout_s, request.is_over = None, 0.0, False
-        request.place += now - request.arrived
-        request.arrived, request.deadline, request.queue_timeout_s = now, deadline, queue_timeout_s
-        return request
-
-    def _go_again(self, shared_request: SharedRequest, error: CarpoolError) -> list[Request]:
-        """Send the members that do not get this error again, together; returns the members that get it."""
-        assert shared_request.members is not None
-        now = self._clock()
-        again = [member for member in shared_request.members.values() if rides_again(shared_request, member, now)]
-        if not again:
-            return list(shared_request.members.values())
-        for member in again:
-            del shared_request.members[id(member)]
-            member.sends += 1
-        best = min(again, key=lambda member: (self._offends(member), by_place(member)))
-        latest = max(member.deadline for member in again)
-        timeout_s = inf if self._far is None else best.queue_timeout_s
-        other = SharedRequest(self, shared_request.key, best)
-        request = self._shared_for(other, best, latest, timeout_s)
-        other.requests, other.members = [request], {id(member): member for member in again}
-        for member in again:
-            member.held_by = other
-        self._open.setdefault(shared_request.key, other)
-        failed = list(shared_request.members.values())
-        self.queued += 1
-        if (refusal := self._admit(request)) is not None:
-            self._outcomes[refusal.code] += 1  # `ended` counts it out
-            request.settle(refusal, now)
-        return failed
+    def _remove(self, member: Request) -> None:
+        self.held -= 1
+        self.held_bytes -= len(member.client_id)
+        del member.held_by.members[id(member)]
+        member.held_by = None
 
     def _leave(self, member: Request, outcome: CarpoolError) -> None:
-        """A member does not wait any more. The last one takes the shared request along."""
-        shared_request: SharedRequest = member.held_by
-        assert shared_request.members is not None
-        del shared_request.members[id(member)]
-        is_last = not shared_request.members
+        """A member does not wait any more. The last one takes the leader along."""
+        shared: SharedRequest = member.held_by
+        leader = shared.leader
+        self._remove(member)
+        is_last = not shared.members
         if is_last:
-            self._close(shared_request)
-        if shared_request.requests and shared_request.requests[0].phase == RUNNING:
-            ride_along(member, shared_request.requests[0])
-        self._settle(member, outcome)
-        if is_last:
-            self._give_up(shared_request)
-            shared_request.key = b""
-
-    def _leave_alone(self, shared_request: SharedRequest, request: Request) -> None:
-        """A client left whose request no other shared."""
-        if not shared_request.is_looked_for:
-            self._queue.cancel(request)
-            return
-        shared_request.requests = []
-        self._close(shared_request)
-        request.waiter = shared_request.waiter
-        if self._events.subscribers:
-            self._events.admitted(request)
-        self._count(request, client_left())
-
-    def _give_up(self, shared_request: SharedRequest) -> None:
-        """Withdraw the leaders that are left: no member needs them any more."""
-        requests, shared_request.requests = shared_request.requests, []
-        for request in requests:
-            if shared_request.is_looked_for:
-                drop(request)
-            else:
-                self._queue.cancel(request)
-
-    def _close(self, shared_request: SharedRequest) -> None:
-        """Let no request join it from now on."""
-        if self._open.get(shared_request.key) is shared_request:
-            del self._open[shared_request.key]
-
-    def _settle_all(self, shared_request: SharedRequest, members: list[Request], outcome: Outcome) -> None:
-        waiting = shared_request.members
-        assert waiting is not None
-        self._give_up(shared_request)
-        shared_request.key = b""  # it may be remembered for a while, with its requests
-        if isinstance(outcome, Output) and len(members) > 1:
-            outcome = shared_output(outcome, len(members))
-        for member in members:
-            if waiting.pop(id(member), None) is not None:  # else an earlier member's waiter made it leave
-                self._settle(member, outcome)
-
-    def _settle(self, member: Request, outcome: Outcome) -> None:
-        """Give a member its one outcome, and back what it counts for."""
-        self.held -= 1
-        self.held_bytes -= own_bytes(member)
-        member.held_by = None
+            self._close(shared)
+        if leader.phase == RUNNING:
+            ride_along(member, leader)
         self._count(member, outcome)
+        if is_last:
+            self._queue.cancel(leader)
+
+    def _settle_all(self, shared: SharedRequest, outcome: Outcome) -> None:
+        """Give all members an outcome; they share the GPU seconds of an output, too."""
+        members = list(shared.members.values())
+        if isinstance(outcome, Output) and len(members) > 1:
+            outcome = replace(outcome, call=replace(outcome.call, gpu_s=outcome.call.gpu_s / len(members)))
+        for member in members:
+            if member.phase != DONE:  # else the waiter of an earlier member has made it leave
+                self._remove(member)
+                self._count(member, outcome)
+        answered = [member for member in members if member.result_code == "ok"]
+        if isinstance(outcome, Output) and answered:
+            waits = [member.taken - member.arrived for member in answered]
+            self._queue.waited.observe_all(waits)
+            seconds = [(member.tier, member.ended - member.arrived) for member in answered]
+            self._seconds.answered_apart(seconds, waits, outcome.call)
 
     def _count(self, request: Request, outcome: Outcome) -> None:
         request.settle(outcome, self._clock())
-        self._outcomes[request.result_code] += 1  # bounded: codes come from the error tree
+        self._queue.outcomes[request.result_code] += 1  # bounded: codes come from the error tree
         if self._events.subscribers:
             self._events.settled(request, outcome)
 
-    def _count_seconds(self, members: Sequence[Request], taken: float, call: CallFacts) -> None:
-        """Count where the members' time went; the leader itself counts nowhere."""
-        together: defaultdict[int, list[float]] = defaultdict(list)
-        late: defaultdict[int, list[float]] = defaultdict(list)
-        waits: list[float] = []
-        for member in members:
-            if member.result_code != "ok":
-                continue  # the waiter of an earlier member has made it leave
-            waits.append(member.taken - member.arrived)
-            # Thousands of members may have come while the leader ran.
-            (together if member.taken == taken else late)[member.tier].append(member.ended - member.arrived)
-        if waits:
-            self._waited.observe_all(waits)
-        if together:
-            self._seconds.answered(together, self._clock() - taken, call)
-        self._seconds.answered_late(late, call)
-
-    def _may_run(self, shared_request: SharedRequest, member: Request) -> bool:
-        """Whether a shared request has left the queue, or another process sees to it that it does not wait too long."""
-        if self._far is None:
-            return any(request.taken for request in shared_request.requests)
-        return not shared_request.is_looked_for and any(
-            request.arrived <= member.arrived for request in shared_request.requests
-        )
-
-    def _refusal(self, size: int) -> CarpoolError | None:
-        if self.held >= self._waiting_max or self.held_bytes + size > self._bytes_max:
+    def _refusal(self, count: int, size: int) -> CarpoolError | None:
+        if self.held + count > self._waiting_max or self.held_bytes + size > self._bytes_max:
             return QueueFull("the queue is full; try again soon", retry_after_s=1)
         return None
+
+
+def own_of(request: Request) -> Request:
+    """The client's own request, where that became a leader."""
+    shared = request.waiter
+    return shared.first if request.is_shared and isinstance(shared, SharedRequest) else request
+
+
+def due(member: Request) -> float:
+    """When a member that still waits for a slot must be looked at."""
+    return min(member.arrived + member.queue_timeout_s, member.deadline)
 
 
 def ride_along(member: Request, leader: Request) -> None:
@@ -687,48 +527,15 @@ def ride_along(member: Request, leader: Request) -> None:
     member.sends, member.searched_s = leader.sends, leader.searched_s
 
 
-def own_bytes(member: Request) -> int:
-    """The bytes of a member that are not one object for all members."""
-    return len(member.client_id)
-
-
-def by_place(member: Request) -> tuple[int, float]:
-    """The best place first."""
-    return member.tier, member.place
-
-
-def rides_again(shared_request: SharedRequest, member: Request, now: float) -> bool:
-    """Whether a member is sent again after a retryable error: not the first, only once, and if it has time left."""
-    has_time = now < min(member.arrived + member.queue_timeout_s, member.deadline)
-    return member is not shared_request.first and not member.sends and has_time
-
-
 def is_sampled(request: Request) -> bool:
     """Whether it is known that its trace is kept."""
     return request.trace is not None and request.trace.is_sampled
 
 
-def expired(request: Request, now: float) -> CarpoolError | None:
-    """The error of a request whose time is over before it is queued; None if it has time left."""
-    return DeadlineExceeded("no result in time; the request was given up") if request.deadline <= now else None
-
-
-def defect(failure: Exception) -> InternalError:
-    """The error of a request that a defect keeps out after other processes were asked: no caller is left to see it."""
-    logger.error("a request failed on admission", exc_info=failure)
-    return InternalError("the gateway failed on this request")
-
-
-def drop(request: Request) -> None:
-    """End a leader that was never queued, without an outcome: it is no client's own request."""
-    request.phase, request.input, request.prepared = DONE, b"", None
-
-
-def shared_output(output: Output, members: int) -> Output:
-    """The leader's output for each of its members: they share its GPU seconds too."""
-    return replace(output, call=replace(output.call, gpu_s=output.call.gpu_s / members))
-
-
-def client_left() -> ClientLeft:
-    """The outcome of a request whose client left."""
-    return ClientLeft("the client left")
+def guarded(step: Callable[[], CarpoolError | None]) -> CarpoolError | None:
+    """The error of a step for which no caller is left to see a defect."""
+    try:
+        return step()
+    except Exception:
+        logger.exception("a request failed on admission")
+        return InternalError("the gateway failed on this request")

@@ -1,6 +1,5 @@
 """Admission: which requests come in, and how they get into the queue. The engine's first half; it has no socket."""
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
@@ -12,16 +11,14 @@ from carpool.broker.coalescer import LOOKUPS, Coalescer
 from carpool.composition.credentials import configured_keys, make_credentials, watch_token_keys
 from carpool.composition.runtime import Runtime
 from carpool.core.defaults import one
-from carpool.core.histograms import Histogram
 from carpool.core.ports import (
     Availability,
     Caller,
+    CountingQueue,
     FarResults,
     Peer,
-    QueueStats,
     RateLimit,
     RateLimits,
-    RequestQueue,
     TaskBoard,
 )
 from carpool.core.request import Request
@@ -40,35 +37,13 @@ class DrainedTasks(TaskBoard, Protocol):
         ...
 
 
-class ExpiringQueue(RequestQueue, Protocol):
-    """The queue as a gateway sees it: the way to the batchers, or to the batching of this process."""
-
-    @property
-    def outcomes(self) -> Counter[str]:
-        """What became of requests, by code."""
-        ...
-
-    @property
-    def waited(self) -> Histogram:
-        """How long requests waited for a slot."""
-        ...
-
-    def expire(self, now: float) -> None:
-        """Look at the deadlines."""
-        ...
-
-    def queue_stats(self, model: str, tier: int) -> QueueStats:
-        """The synchronous requests of a model and a tier that are in it, and their owners."""
-        ...
-
-
 class Admission:
     """Credentials, limits, load shedding, the cache, coalescing, and the queue's way in."""
 
     def __init__(
         self,
         runtime: Runtime,
-        queue: ExpiringQueue,
+        queue: CountingQueue,
         tasks: DrainedTasks,
         availability: Mapping[str, Availability],
         models: Sequence[ModelFace],
@@ -161,7 +136,7 @@ class Admission:
     def describe_cache(self) -> CacheNumbers:
         """What `/metrics` shows of results that are kept."""
         return CacheNumbers(
-            cache_lookups=dict.fromkeys(LOOKUPS, 0) if self.coalescer is None else self.coalescer.lookups(),
+            cache_lookups=dict.fromkeys(LOOKUPS, 0) if self.coalescer is None else dict(self.coalescer.lookups),
             cache_entries=len(self.results),
             cache_bytes=self.results.bytes,
         )
@@ -185,15 +160,12 @@ class Admission:
             self._queue,
             self.results,
             key_of,
-            outcomes=self._queue.outcomes,
-            waited=self._queue.waited,
             seconds=self._runtime.seconds,
             waiting_max=broker.waiting_max,
             bytes_max=broker.bytes_max,
             far=far,
             strict_order=broker.order == "strict",
             quarantined=self._runtime.quarantined.riders,
-            queue_stats=self._queue.queue_stats,
             events=self._runtime.events,
             clock=self._runtime.clock,
         )

@@ -130,15 +130,20 @@ class RequestSeconds:
             self.upstream.observe_alike(split.upstream, count)
             self.reply.observe_alike(split.reply, count)
 
-    def answered_late(self, by_tier: Mapping[int, list[float]], call: CallFacts) -> None:
-        """The same for requests that came while the call ran: each was taken as it came, and has times of its own."""
-        for tier, seconds in by_tier.items():
-            splits = [split_seconds(each_s, 0.0, call.started_s, call.upstream_s) for each_s in seconds]
-            self.by_tier[tier].observe_all(seconds)
-            self.queue.observe_alike(0.0, len(seconds))
-            self.dispatch.observe_all([split.dispatch for split in splits])
-            self.upstream.observe_all([split.upstream for split in splits])
-            self.reply.observe_all([split.reply for split in splits])
+    def answered_apart(self, seconds: Sequence[tuple[int, float]], waits: Sequence[float], call: CallFacts) -> None:
+        """The same for requests that came at any time, also while the call ran: by request its tier and its seconds,
+        and how long it waited until it was taken.
+        """
+        splits = [
+            split_seconds(each_s, wait_s, call.started_s, call.upstream_s)
+            for (_, each_s), wait_s in zip(seconds, waits, strict=True)
+        ]
+        for tier, each_s in seconds:
+            self.by_tier[tier].observe(each_s)
+        self.queue.observe_all([split.queue for split in splits])
+        self.dispatch.observe_all([split.dispatch for split in splits])
+        self.upstream.observe_all([split.upstream for split in splits])
+        self.reply.observe_all([split.reply for split in splits])
 
     def stages(self) -> dict[str, Histogram]:
         """By the name of the stage, in the order in which a request meets them."""

@@ -3,6 +3,7 @@
 The halves of `composition/` plug them together.
 """
 
+from collections import Counter
 from collections.abc import Callable, Container, Iterable, Sequence
 from math import inf
 from typing import Any, Literal, NamedTuple, Protocol
@@ -11,6 +12,7 @@ import msgspec
 
 from carpool.core.dead_letter import DeadLetterSummary, Replayed, ReplayReport, StoredDeadLetter
 from carpool.core.errors import CarpoolError
+from carpool.core.histograms import Histogram
 from carpool.core.names import ModeName
 from carpool.core.outcome import Outcome, Output
 from carpool.core.request import Request
@@ -130,6 +132,28 @@ class RequestQueue(Cancels, Protocol):
 
     def refusal_of_all(self, requests: Sequence[Request]) -> CarpoolError | None:
         """Why there is no room for all requests of one call; None if there is, as far as this process knows."""
+        ...
+
+
+class CountingQueue(RequestQueue, Protocol):
+    """The queue as a gateway sees it: the way to the batchers, or to the batching of this process."""
+
+    @property
+    def outcomes(self) -> Counter[str]:
+        """What became of requests, by code."""
+        ...
+
+    @property
+    def waited(self) -> Histogram:
+        """How long requests waited for a slot."""
+        ...
+
+    def queue_stats(self, model: str, tier: int) -> QueueStats:
+        """The synchronous requests of a model and a tier that are in it, and their owners."""
+        ...
+
+    def expire(self, now: float) -> None:
+        """Look at the deadlines."""
         ...
 
 

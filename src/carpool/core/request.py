@@ -86,12 +86,11 @@ class Request(msgspec.Struct, eq=False):
     number: int = 0
     # A task outlives its client and this process; a synchronous request does not.
     is_task: bool = False
-    # It stands for several clients' requests, which are counted in its place.
+    # It stands for several clients' requests, which are counted in its place (broker/coalescer.py).
     is_shared: bool = False
     # The call that it is part of was let in as a whole: it is not refused for load any more.
     is_judged: bool = False
-    # For models whose results are kept: the key of its result; the result that was found for a task, or what waits for
-    # another result.
+    # For models whose results are kept: the key of a task's result; the result that was found before it is let in.
     result_key: Any = None
     result: Any = None
     # Its owner is quarantined: it shares a batch with quarantined owners only. Kept by the broker.
