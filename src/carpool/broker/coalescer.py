@@ -444,7 +444,7 @@ class Coalescer:
             self._share(shared_request, leader)
         self.shared += 1
         self._asked_twice.again()
-        if is_sampled(request) and not is_sampled(leader):
+        if leader.trace is None:
             leader.trace = request.trace  # so that its batch is kept, too
         # The same bytes need not be held twice.
         request.input, request.prepared, request.parameters = leader.input, leader.prepared, leader.parameters
@@ -701,11 +701,6 @@ def rides_again(shared_request: SharedRequest, member: Request, now: float) -> b
     """Whether a member is sent again after a retryable error: not the first, only once, and if it has time left."""
     has_time = now < min(member.arrived + member.queue_timeout_s, member.deadline)
     return member is not shared_request.first and not member.sends and has_time
-
-
-def is_sampled(request: Request) -> bool:
-    """Whether it is known that its trace is kept."""
-    return request.trace is not None and request.trace.is_sampled
 
 
 def expired(request: Request, now: float) -> CarpoolError | None:

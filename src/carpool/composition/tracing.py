@@ -14,7 +14,8 @@ from carpool.core.snapshot import TraceNumbers
 from carpool.settings import Settings
 from carpool.settings.schema import TracingSettings
 from carpool.telemetry.otlp import Envelope
-from carpool.telemetry.tracer import Rules, Tracer
+from carpool.telemetry.sampling import Ratio
+from carpool.telemetry.tracer import Tracer
 from carpool.version import __version__
 
 if TYPE_CHECKING:
@@ -64,14 +65,14 @@ def start_tracing(settings: Settings, events: Events, seconds: RequestSeconds, c
     # Ids must differ, and need not be secret: a generator of its own, seeded by the system.
     drawn = random.Random(secrets.randbits(128))
     tracer = Tracer(
-        Rules(own.sample_ratio, own.slow_share, own.errors_per_second, own.follow_callers),
+        Ratio(own.sample_ratio, drawn.getrandbits, drawn.random),
         [tier.name for tier in settings.tiers],
         exporter.add,
+        follows_callers=own.follow_callers,
         seconds=seconds,
         clock=clock,
         wall=time,
         random_bits=drawn.getrandbits,
-        random_share=drawn.random,
     )
     exporter.start()
     tracer.start()

@@ -604,15 +604,8 @@ class TracingSettings(Section, frozen=True):
         doc("what else is told of this process, each as `NAME=VALUE`, like `deployment.environment.name=prod`"),
     ] = []
     sample_ratio: Annotated[
-        float, doc("share of the requests that are kept in any case, by trace id; 1: all of them", ge=0, le=1)
+        float, doc("share of the requests whose trace is kept, by trace id; 1: all of them", ge=0, le=1)
     ] = 0.01
-    slow_share: Annotated[
-        float, doc("share of the requests that is kept because they were the slowest", ge=0, le=1)
-    ] = 0.01
-    errors_per_second: Annotated[
-        int,
-        doc("requests that failed are kept up to this rate; those refused on admission by ratio", ge=0, le=1_000_000),
-    ] = 100
     follow_callers: Annotated[
         bool,
         doc(
