@@ -16,7 +16,7 @@ from typing import NamedTuple
 import pytest
 
 from carpool.core.trace import Trace, read_traceparent
-from carpool.telemetry.otlp import ERROR, SERVER, Envelope, Value, attributes, link, named, span, trace_state
+from carpool.telemetry.otlp import ERROR, REMOTE, SERVER, Envelope, Value, attributes, link, named, span, trace_state
 from support.client import ask_once, inference_body
 from support.processes import PATIENCE_S, GatewayProcess, running_role, until
 from support.redis_servers import RedisServer
@@ -254,7 +254,7 @@ def test_what_is_packed_by_hand_is_what_the_real_schema_reads() -> None:
     told: dict[str, Value] = {"text": "ä" * 100, "number": -5, "share": 0.25, "is": True, "large": 2**40}
     rest = named("a name", SERVER) + trace_state("a=b") + attributes(told.items())
     rest += link(Trace(trace_id, parent_id, state="c=d"))
-    packed = span(trace_id, span_id, parent_id, 1, 2**60, rest + ERROR, is_remote=True)
+    packed = span(trace_id, span_id, parent_id, 1, 2**60, rest + ERROR, REMOTE)
     body = Envelope([("service.name", "x")], "carpool", "1").wrap([packed, packed])
     with real_schema():
         schema = import_module("opentelemetry.proto.collector.trace.v1.trace_service_pb2")

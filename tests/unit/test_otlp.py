@@ -10,6 +10,7 @@ from carpool.core.trace import Trace
 from carpool.telemetry.otlp import (
     ERROR,
     INTERNAL,
+    REMOTE,
     SERVER,
     Envelope,
     attribute,
@@ -37,7 +38,7 @@ def one(rest: bytes, **changes: Any) -> Any:
         1_800_000_000_123_456_789,
         1_800_000_001_000_000_001,
         arguments["name_and_kind"] + trace_state(arguments["state"]) + rest,
-        is_remote=True,
+        REMOTE,
     )
     [seen] = spans_in(ENVELOPE.wrap([packed]))
     return seen

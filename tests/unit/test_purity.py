@@ -40,8 +40,6 @@ PURE = [
     "broker/redis/types.py",
     "client/retries.py",
     "client/wire.py",
-    "tracking/copy_format.py",
-    "tracking/questions.py",
     "tracking/records.py",
     "tracking/record_view.py",
     "upstream/quarantine.py",

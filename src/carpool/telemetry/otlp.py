@@ -7,7 +7,16 @@ many spans have in common (a name, a set of attributes) is packed once and used 
 from collections.abc import Iterable, Sequence
 from struct import Struct
 
-from carpool.core.protobuf import BadMessageError, as_message, as_number, double_field, field, fields, number_field
+from carpool.core.protobuf import (
+    BadMessageError,
+    as_message,
+    as_number,
+    double_field,
+    field,
+    fields,
+    number_field,
+    varint,
+)
 from carpool.core.trace import SAMPLED, Trace
 
 INTERNAL, SERVER, CLIENT, CONSUMER = 1, 2, 3, 5
@@ -19,8 +28,8 @@ _ids_and_times = Struct("<2s16s2s8sBQBQ2sI").pack
 _TRACE_ID, _SPAN_ID, _PARENT_ID = b"\x0a\x10", b"\x12\x08", b"\x22\x08"
 _START, _END, _FLAGS = 0x39, 0x41, b"\x85\x01"
 # All spans that are packed are sampled. A parent, or the end of a link, is of this process, or of another one.
-_LOCAL, _REMOTE = 0x100 | SAMPLED, 0x300 | SAMPLED
-_LINK_FLAGS = b"\x35" + _REMOTE.to_bytes(4, "little")
+LOCAL, REMOTE = 0x100 | SAMPLED, 0x300 | SAMPLED
+_LINK_FLAGS = b"\x35" + REMOTE.to_bytes(4, "little")
 ERROR = b"\x7a\x02\x18\x02"  # status = 15 with code = 3 and the value 2
 
 
@@ -65,17 +74,17 @@ def span(
     start_ns: int,
     end_ns: int,
     rest: bytes,
-    *,
-    is_remote: bool = False,
+    flags: int = LOCAL,
 ) -> bytes:
-    """A span, as a field of `ScopeSpans`. `rest` are name, kind, attributes, links, state and status, packed;
-    `is_remote`: its parent is a span of another process.
+    """A span, as a field of `ScopeSpans`. `rest` are name, kind, attributes, links, state and status, packed; `flags`
+    say whose span its parent is, if it has one.
     """
-    flags = _REMOTE if is_remote else _LOCAL
-    packed = _ids_and_times(_TRACE_ID, trace_id, _SPAN_ID, span_id, _START, start_ns, _END, end_ns, _FLAGS, flags)
     if parent_id:
-        packed += _PARENT_ID + parent_id
-    return field(2, packed + rest)
+        rest += _PARENT_ID + parent_id
+    else:
+        flags = LOCAL
+    packed = _ids_and_times(_TRACE_ID, trace_id, _SPAN_ID, span_id, _START, start_ns, _END, end_ns, _FLAGS, flags)
+    return b"\x12" + varint(len(packed) + len(rest)) + packed + rest
 
 
 def trace_state(text: str) -> bytes:

@@ -11,7 +11,6 @@ from urllib.parse import urlsplit
 from carpool.core.batch import Batch
 from carpool.core.errors import GRPC_STATUS, CarpoolError
 from carpool.core.outcome import CallFacts
-from carpool.core.protobuf import field
 from carpool.core.request import Request, facts_of_failure
 from carpool.core.trace import BatchTrace, Trace, trace_of_batch
 from carpool.telemetry.otlp import (
@@ -19,6 +18,7 @@ from carpool.telemetry.otlp import (
     CONSUMER,
     ERROR,
     INTERNAL,
+    REMOTE,
     SERVER,
     attribute,
     attributes,
@@ -33,7 +33,6 @@ COMMON_KEPT_MAX = 4096
 # As many as most programs show.
 LINKS_MAX = 128
 
-_REQUEST_ID = field(1, b"carpool.request.id")
 _QUEUE = named("queue", INTERNAL)
 
 Error = type[CarpoolError] | None
@@ -53,7 +52,8 @@ class Spans:
         route = "" if request.is_task else getattr(request.waiter, "route", "")
         tier = self._tiers[min(request.tier, len(self._tiers) - 1)]
         rest = request_part(route, request.model, tier, request.owner, trace.why, request.is_task, error)
-        rest += field(9, _REQUEST_ID + field(2, field(1, request.id.encode())))
+        request_id = request.id.encode()
+        rest += head_of_id(len(request_id)) + request_id
         if call is None:
             call = facts_of_failure(request)  # over Redis they come from another process
         if call is not None:
@@ -61,10 +61,10 @@ class Spans:
             rest += call_facts_part(call, call.is_traced or (request.batch is not None and request.batch.is_traced))
         if trace.state:
             rest += trace_state(trace.state)
+        trace_id, span_id, arrived = trace.trace_id, trace.span_id, self._ns(request.arrived)
+        own = span(trace_id, span_id, trace.parent_id, arrived, self._ns(request.ended), rest, REMOTE)
         # A request that was never taken waited until its end.
-        arrived, taken, ended = map(self._ns, (request.arrived, request.taken or request.ended, request.ended))
-        trace_id, span_id, parent_id = trace.trace_id, trace.span_id, trace.parent_id
-        own = span(trace_id, span_id, parent_id, arrived, ended, rest, is_remote=bool(parent_id))
+        taken = self._ns(request.taken or request.ended)
         return own + span(trace_id, self._new_span_id(), span_id, arrived, taken, _QUEUE)
 
     def refusal(self, trace: Trace, method: str, route: str, error: CarpoolError, now: float) -> bytes:
@@ -72,8 +72,8 @@ class Spans:
         rest = refusal_part(method, route, trace.why, type(error))
         if trace.state:
             rest += trace_state(trace.state)
-        at, parent_id = self._ns(now), trace.parent_id
-        return span(trace.trace_id, trace.span_id, parent_id, at, at, rest, is_remote=bool(parent_id))
+        at = self._ns(now)
+        return span(trace.trace_id, trace.span_id, trace.parent_id, at, at, rest, REMOTE)
 
     def batch(self, batch: Batch, traced: BatchTrace) -> bytes:
         """The span of a batch that is over."""
@@ -141,6 +141,13 @@ def face_part(method: str, route: str, error: Error) -> bytes:
             ("http.response.status_code", 200 if error is None else error.status),
         ]
     )
+
+
+@lru_cache(COMMON_KEPT_MAX)
+def head_of_id(size: int) -> bytes:
+    """What stands before the id of a request in its attribute, by the length of the id."""
+    whole = attribute("carpool.request.id", "x" * size)
+    return whole[: len(whole) - size]
 
 
 @lru_cache(64)
