@@ -3,7 +3,6 @@
 import asyncio
 import random
 from collections.abc import Callable
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ from carpool.core.trace import Trace, traceparent_of
 from carpool.telemetry.otlp import Envelope
 from carpool.telemetry.sampling import Ratio
 from carpool.telemetry.spans import LINKS_MAX
-from carpool.telemetry.tracer import LINE_MAX, PACK_S, PACK_S_MAX, REFUSALS_MAX, Tracer
+from carpool.telemetry.tracer import REFUSALS_MAX, Tracer
 from carpool.testing import FakeClock, Witness, make_output, make_request
 from support.otlp import SeenSpan, spans_in
 
@@ -35,25 +34,18 @@ class Stand:
         self.packed: list[bytes] = []
         self.seconds = RequestSeconds()
         drawn = random.Random(5)
-        # Seconds that pass each time when somebody looks at the clock.
-        self.tick_s = 0.0
-        self._ticked_s = 0.0
         self.tracer = Tracer(
             Ratio(ratio, drawn.getrandbits, drawn.random),
             ["first", "last"],
             lambda packed, spans: self.packed.append(packed),
             follows_callers=follows,
             seconds=self.seconds,
-            clock=self._look_at_the_clock,
+            clock=self.clock,
             wall=lambda: WALL + self.clock(),
             random_bits=drawn.getrandbits,
         )
         self.events = Events()
         self.events.subscribe(self.tracer)
-
-    def _look_at_the_clock(self) -> float:
-        self._ticked_s += self.tick_s
-        return self.clock() + self._ticked_s
 
     def run(self, work: Callable[["Stand"], None], seconds: float = 3.0) -> list[SeenSpan]:
         """What is kept of this."""
@@ -171,34 +163,6 @@ def test_rule_2_a_flood_of_refusals_is_kept_by_ratio_and_some_a_second_where_cal
     asked = Stand().run(flood(headers(b"\1" * 16, is_sampled=True)))
     assert len(asked) == REFUSALS_MAX
     assert {(span.trace_id, span.parent_id) for span in asked} == {((b"\1" * 16).hex(), b"12345678".hex())}
-
-
-def test_rule_4_what_has_no_room_is_counted() -> None:
-    stand = Stand(ratio=1.0)
-
-    def work(stand: Stand) -> None:
-        for number in range(LINE_MAX + 5):
-            stand.settle(stand.request(f"{number}", stand.tracer.begin({})), Output(b"", CALL))
-        assert stand.tracer.dropped == 10
-
-    assert len(stand.run(work)) == 2 * LINE_MAX
-    assert stand.tracer.kept["ratio"] == LINE_MAX
-
-
-def test_rule_4_a_large_batch_is_packed_in_parts() -> None:
-    stand = Stand(ratio=1.0)
-    packed: list[int] = []
-
-    def work(stand: Stand) -> None:
-        members = [stand.request(f"{number}", stand.tracer.begin({})) for number in range(1000)]
-        stand.events.all_settled(members, [Output(b"", CALL)] * len(members))
-        stand.tick_s = PACK_S_MAX / 100  # so long one of them takes, by the clock
-        for turn in range(20):
-            asyncio.get_running_loop().call_later((turn + 1.5) * PACK_S, lambda: packed.append(len(stand.packed)))
-
-    assert len(requests_in(stand.run(work))) == 1000
-    parts = [later - earlier for earlier, later in pairwise([0, *packed])]
-    assert max(parts) <= 100 and packed[-1] == 1000
 
 
 def test_no_more_links_are_remembered_of_a_batch_than_are_told() -> None:

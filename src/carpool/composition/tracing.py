@@ -41,7 +41,7 @@ class Tracing(NamedTuple):
             traces_kept=self.tracer.kept,
             trace_spans={
                 "sent": self.exporter.sent,
-                "dropped": self.exporter.dropped + self.tracer.dropped,
+                "dropped": self.exporter.dropped,
                 "rejected": self.exporter.rejected,
             },
             trace_export_failures=self.exporter.failures,

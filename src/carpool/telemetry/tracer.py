@@ -1,4 +1,4 @@
-"""Tracing. Whether a trace is kept is decided when its request comes; its spans are packed after its end.
+"""Tracing. Whether a trace is kept is decided when its request comes; its spans are packed at its end.
 
 1. Where its caller asks for it (the sampled flag), or the ratio falls on it, a request has a trace: it travels with the
    request, the batch has a link to it, and the call tells the upstream that the batch is kept. All other requests have
@@ -7,14 +7,11 @@
 2. Refusals are kept by the same rule; with a trace of their caller, so many a second at most: a flood must stay cheap.
 3. The process that settles a request writes its span: over Redis the gateway, for a task the batcher. The process
    that sends a batch writes the span of the batch.
-4. Spans wait in a bounded line, and are packed a little at a time. Those without room are dropped and counted.
 """
 
 import re
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
-from math import inf
-from typing import Any
 
 from carpool.core.batch import Batch
 from carpool.core.clock import Clock
@@ -39,14 +36,9 @@ from carpool.core.trace import (
 from carpool.telemetry.sampling import Ratio
 from carpool.telemetry.spans import LINKS_MAX, Error, Spans
 
-# Packing: how often, and for how long at most.
-PACK_S, PACK_S_MAX = 0.01, 0.002
-LINE_MAX = 20_000
 # How often the wall clock is looked at; and how many refusals are kept meanwhile because their callers ask.
 WINDOW_S = 1.0
 REFUSALS_MAX = 100
-# Spans that are lost with a request, or a batch, that is dropped.
-SPANS_OF_ONE = 2
 # Targets whose name is a route; others may hold anything.
 PATHS = ("/v1/inference", "/v1/predict", "/v1/embeddings", "/v1/completions", "/embed")
 ROUTES = {path.encode(): path for path in PATHS}
@@ -89,26 +81,17 @@ class Tracer(Subscriber):
         # The last headers of a caller, and what they say.
         self._last_read = b"", b""
         self._last_given: tuple[Given | None, str] = None, ""
-        # What waits to be packed.
-        self._line: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
-        self._packs = Every(PACK_S, self._pack_some)
         self._windows = Every(WINDOW_S, self._window_ends)
-        # For metrics: traces by why they are kept; spans that had no room here.
+        # For metrics: traces by why they are kept.
         self.kept: Counter[str] = Counter({ASKED: 0, BY_RATIO: 0})
-        self.dropped = 0
-
-    def __repr__(self) -> str:
-        return f"<Tracer waiting={len(self._line)} dropped={self.dropped}>"
 
     def start(self) -> None:
         """From now on."""
         self._windows.start_now()
 
     def finish(self) -> None:
-        """Pack all there is; nothing comes any more."""
+        """Nothing comes any more."""
         self._windows.stop()
-        self._packs.stop()
-        self._pack(inf)
 
     # What a face calls (core.ports.RequestTraces).
 
@@ -143,7 +126,8 @@ class Tracer(Subscriber):
                 return
         name = "" if route == "" else METHODS.get(method, "_OTHER")
         route = route_of(target) if route is None else route
-        self._enter(self._pack_refusal, trace, name, route, error, self._clock())
+        self.kept[trace.why] += 1
+        self._add(self._spans.refusal(trace, name, route, error, self._clock()), 1)
 
     def _read(self, parent: bytes, state: bytes) -> tuple[Given | None, str]:
         """What a caller's headers say."""
@@ -175,7 +159,7 @@ class Tracer(Subscriber):
         if batch is not None and batch.trace is not None:
             batch.trace.calls.append(call)
             if batch.ended and batch.is_traced:  # a step of a search
-                self._enter(self._pack_calls, batch, batch.trace)
+                self._write_calls(batch, batch.trace)
 
     # What happens to requests and batches (core.events).
 
@@ -183,73 +167,48 @@ class Tracer(Subscriber):
         """Requests got their outputs at the same time: `settled` for many, on the hot path."""
         for request, output in zip(requests, outputs, strict=True):
             if request.trace is not None and not request.is_shared:
-                self._enter(self._pack_request, request, request.trace, output.call, None)
+                self._write_request(request, request.trace, output.call, None)
 
     def settled(self, request: Request, outcome: Outcome) -> None:
         """A request got its outcome."""
         trace, batch = request.trace, request.batch
         if trace is None:
             return
-        if isinstance(outcome, Output):
-            self._enter(self._pack_request, request, trace, outcome.call, None)
-        else:
-            self._enter(self._pack_request, request, trace, None, type(outcome))
         if batch is not None and batch.trace is not None:
             # A request that shared a call is not among those that were sent. Thousands may: no reader looks at all.
             links = batch.trace.links
             if len(links) < LINKS_MAX and trace not in links:
                 links.append(trace)
                 if batch.ended and len(links) == 1:
-                    self._enter(self._pack_batch, batch, batch.trace)
+                    self._write_batch(batch, batch.trace)
+        if isinstance(outcome, Output):
+            self._write_request(request, trace, outcome.call, None)
+        else:
+            self._write_request(request, trace, None, type(outcome))
 
     def ended(self, batch: Batch, requests: Sequence[Request]) -> None:
         """A batch is over."""
         if batch.trace is not None and batch.is_traced:
-            self._enter(self._pack_batch, batch, batch.trace)
+            self._write_batch(batch, batch.trace)
 
-    def _window_ends(self) -> None:
-        self._spans.offset_ns = int(self._wall() * 1e9) - int(self._clock() * 1e9)
-        self._refusals_left = REFUSALS_MAX
-
-    # Packing.
-
-    def _enter(self, pack: Callable[..., None], *arguments: Any) -> None:
-        """Let something wait until it is packed."""
-        if len(self._line) >= LINE_MAX:
-            self.dropped += SPANS_OF_ONE
-            return
-        if not self._line:
-            self._packs.start()
-        self._line.append((pack, arguments))
-
-    def _pack_some(self) -> None:
-        self._pack(self._clock() + PACK_S_MAX)
-        if not self._line:
-            self._packs.stop()
-
-    def _pack(self, until: float) -> None:
-        while self._line and self._clock() < until:
-            pack, arguments = self._line.popleft()
-            pack(*arguments)
-
-    def _pack_request(self, request: Request, trace: Trace, call: CallFacts | None, error: Error) -> None:
+    def _write_request(self, request: Request, trace: Trace, call: CallFacts | None, error: Error) -> None:
         self.kept[trace.why] += 1
-        self._add(self._spans.request(request, trace, call, error), SPANS_OF_ONE)
+        self._add(self._spans.request(request, trace, call, error), 2)
         if call is not None and not call.cached and not request.is_task:  # it is among those that metrics count
             took_s = request.ended - request.arrived
             self._seconds.by_tier[request.tier].exemplify(took_s, trace.trace_id.hex(), self._wall())
 
-    def _pack_refusal(self, trace: Trace, method: str, route: str, error: CarpoolError, now: float) -> None:
-        self.kept[trace.why] += 1
-        self._add(self._spans.refusal(trace, method, route, error, now), 1)
-
-    def _pack_batch(self, batch: Batch, traced: BatchTrace) -> None:
+    def _write_batch(self, batch: Batch, traced: BatchTrace) -> None:
         self._add(self._spans.batch(batch, traced), 1)
-        self._pack_calls(batch, traced)
+        self._write_calls(batch, traced)
 
-    def _pack_calls(self, batch: Batch, traced: BatchTrace) -> None:
+    def _write_calls(self, batch: Batch, traced: BatchTrace) -> None:
         for packed in self._spans.calls(batch.model, traced):
             self._add(packed, 1)
+
+    def _window_ends(self) -> None:
+        self._spans.offset_ns = int(self._wall() * 1e9) - int(self._clock() * 1e9)
+        self._refusals_left = REFUSALS_MAX
 
     def _new_span_id(self) -> bytes:
         return (self._random_bits(64) or 1).to_bytes(8)

@@ -87,7 +87,7 @@ class PostgresStore(Store):
 
     async def open(self) -> None:
         """Connect; raises StoreUnusableError if the tables are missing or of an older version."""
-        await self._do(_nothing)
+        await self.ask("SELECT 1")
 
     async def init(self) -> str:
         """Make the tables, or bring them up to date."""
@@ -103,8 +103,8 @@ class PostgresStore(Store):
         async def work(connection: "asyncpg.Connection") -> None:
             today = int(now // DAY_S)
             for table in TABLES:
-                await self._make_days(connection, table, {today - 1, today, today + 1})
                 await self._drop_days(connection, table, now - self._retention_s)
+                await self._make_days(connection, table, {today - 1, today, today + 1})
 
         await self._do(work)
 
@@ -222,7 +222,7 @@ class PostgresStore(Store):
                 async with connection.transaction():
                     await connection.execute(LOCK_TIMEOUT)
                     await connection.execute(f"DROP TABLE IF EXISTS {name}")
-        self._days = {each for each in self._days if day_table(*each) >= too_old or each[0] != table}
+        self._days.clear()
 
     # Rows.
 
@@ -247,8 +247,8 @@ class PostgresStore(Store):
     async def _has(
         self, connection: "asyncpg.Connection", requests: Sequence[RequestRow], batches: Sequence[BatchRow]
     ) -> bool:
-        """Whether the first of these is there."""
-        table, row = ("carpool_requests", requests[0]) if requests else ("carpool_batches", batches[0])
+        """Whether the last of these is there: an earlier one may be the first end of a task."""
+        table, row = ("carpool_requests", requests[-1]) if requests else ("carpool_batches", batches[-1])
         text = f"SELECT EXISTS (SELECT FROM {table} WHERE id = $1 AND {TABLES[table]} = $2)"
         return bool(await connection.fetchval(text, row.id, getattr(row, TABLES[table])))
 
@@ -259,10 +259,6 @@ async def copy_rows(
     """Copy rows to a table, some at a time."""
     for first in range(0, len(rows), CHUNK):
         await connection.copy_records_to_table(table, records=rows[first : first + CHUNK], columns=columns)
-
-
-async def _nothing(connection: "asyncpg.Connection") -> None:
-    """Do nothing: `open` only connects and checks the tables."""
 
 
 def _to_timestamp(microseconds: int) -> tuple[int]:

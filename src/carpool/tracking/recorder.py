@@ -140,13 +140,12 @@ class Recorder(Subscriber):
                 await self._write_all()
                 pause_s = RETRY_S
                 await wait_for(self._is_closing, WRITE_EVERY_S)
-            except (StoreAwayError, StoreUnusableError) as failure:
-                self._note_failure(failure)
-                await wait_for(self._is_closing, pause_s)
-                pause_s = min(2 * pause_s, RETRY_S_MAX)
-            except Exception:  # a defect must not end it: nothing would be written any more
-                logger.exception("tracking failed; it goes on")
-                self._given = None
+            except Exception as failure:  # a defect must not end it either: nothing would be written any more
+                if isinstance(failure, StoreAwayError | StoreUnusableError):
+                    self._note_failure(failure)
+                else:
+                    logger.exception("tracking failed; it goes on")
+                    self._given = None
                 await wait_for(self._is_closing, pause_s)
                 pause_s = min(2 * pause_s, RETRY_S_MAX)
 
