@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import asyncpg
 import pytest
@@ -16,12 +16,12 @@ import pytest
 from carpool.composition.tracking import look_up_ended
 from carpool.core.batch import Batch
 from carpool.core.outcome import NO_CALL, CallFacts, Output
+from carpool.core.request import Request
 from carpool.testing import Witness, make_request
 from carpool.tracking.postgres import MIGRATIONS, VERSION_TABLE, PostgresStore
-from carpool.tracking.questions import RequestQuestion, UsageQuestion
 from carpool.tracking.recorder import Recorder
-from carpool.tracking.records import RequestEntry
-from carpool.tracking.stores import BadRowsError, StoreAwayError, StoreUnusableError
+from carpool.tracking.records import RequestRow, batch_row, request_row
+from carpool.tracking.stores import BadRowsError, RequestQuestion, StoreAwayError, StoreUnusableError
 from support.client import Connection, inference_body
 from support.postgres import PostgresServer, running_postgres
 from support.processes import PATIENCE_S, GatewayProcess, carpool, carpool_for, running_gateway, until
@@ -32,6 +32,7 @@ from support.upstreams import scripted_upstream
 
 NOW = 1_700_000_000.0
 DAY_S = 86400.0
+TIERS = ("paid", "free")
 CLIENTS = 32
 SIM = "sim:?latency_ms=20&slots=16"
 BUFFER_MAX = "carpool.composition.tracking.BUFFER_MAX"
@@ -77,19 +78,43 @@ async def store_at(url: str, retention_days: float = 30, is_made: bool = True) -
 CALL = CallFacts(4, 0.2, endpoint="e", attempts=1, batch_id="b1", gpu_s=0.05)
 
 
-def entry(number: int, ended_s: float = NOW, **other: Any) -> RequestEntry:
+class Ended(NamedTuple):
+    """A request, and what became of it."""
+
+    id: str
+    ended: float
+    arrived: float
+    taken: float
+    owner: str = "alice"
+    is_task: bool = False
+    error: str | None = None
+    call: CallFacts = CALL
+    tokens: int | None = 7
+
+    @property
+    def request(self) -> Request:
+        made = make_request(
+            self.id, Witness(), now=self.arrived, owner=self.owner, tier=1, model="m", is_task=self.is_task
+        )
+        made.taken, made.ended = self.taken, self.ended
+        return made
+
+    @property
+    def row(self) -> RequestRow:
+        return request_row(self.request, self.error, self.call, self.tokens, TIERS, 0.0)
+
+
+def entry(number: int, ended_s: float = NOW, **other: Any) -> Ended:
     """A request that took a quarter of a second."""
-    arrived = ended_s - 0.25
-    made = RequestEntry(f"r{number}", "alice", 1, "m", "ok", arrived, arrived + 0.0015, ended_s, False, CALL, 7)
-    return made._replace(**other)
+    return Ended(f"r{number}", ended_s, ended_s - 0.25, ended_s - 0.25 + 0.0015)._replace(**other)
 
 
 def batch(number: int, taken_s: float = NOW) -> Batch:
     return Batch(f"b{number}", "m", 4, "full", taken_s, taken_s + 0.5, "e", 1, taken_s + 0.75, "ok")
 
 
-async def write(store: PostgresStore, requests: Sequence[RequestEntry], batches: Sequence[Batch] = ()) -> None:
-    await store.write([store.pack(requests, batches, 0.0, ("paid", "free"))])
+async def write(store: PostgresStore, requests: Sequence[Ended], batches: Sequence[Batch] = ()) -> None:
+    await store.write([each.row for each in requests], [batch_row(each, 0.0) for each in batches])
 
 
 def settings(url: str) -> dict[str, object]:
@@ -132,7 +157,7 @@ class Load:
 
 async def test_a_row_reads_back_as_it_was_written(url: str) -> None:
     async with store_at(url) as store:
-        late = entry(2, code="queue-timeout", taken=0.0, call=NO_CALL, tokens=None, is_task=True, owner="böb")
+        late = entry(2, error="queue-timeout", taken=0.0, call=NO_CALL, tokens=None, is_task=True, owner="böb")
         kept = entry(3, call=CallFacts(0, 0.0, cached=True))
         await write(store, [entry(1), late, kept], [batch(1), Batch("b2", "m", 1, "drain", NOW, result="not-sent")])
         found = await store.find("r1")
@@ -148,7 +173,7 @@ async def test_a_row_reads_back_as_it_was_written(url: str) -> None:
         assert nothing == (None, None, None, None, None)
         free = await store.find("r3")
         assert free is not None and (free.cached, free.attempts, free.gpu_seconds) == (True, 0, 0.0)
-        used = {each.name: each for each in await store.usage(UsageQuestion(since=NOW - 1))}
+        used = {each.name: each for each in await store.usage(since=NOW - 1)}
         assert (used["alice"].requests, used["alice"].cached, used["böb"].failed) == (2, 1, 1)
         assert await store.find("nobody") is None
     [told] = await query(url, "SELECT status, latency_ms FROM carpool_requests WHERE id = 'r2'")
@@ -164,12 +189,12 @@ async def test_a_row_reads_back_as_it_was_written(url: str) -> None:
 async def test_of_a_task_that_ended_twice_the_last_row_stays(url: str) -> None:
     """After a failover of Redis some had two, and `usage` counted both."""
     async with store_at(url) as store:
-        await write(store, [entry(1, is_task=True, code="draining"), entry(2, is_task=True), entry(3)])
+        await write(store, [entry(1, is_task=True, error="draining"), entry(2, is_task=True), entry(3)])
         later = [entry(1, NOW + 5, is_task=True), entry(3, NOW + 5), entry(1, NOW + DAY_S / 2, is_task=True)]
         await write(store, later)
         found = await query(url, "SELECT id, error FROM carpool_requests ORDER BY id")
         assert found == [("r1", None), ("r2", None), ("r3", None), ("r3", None)]
-        [used] = await store.usage(UsageQuestion(since=NOW - 1))
+        [used] = await store.usage(since=NOW - 1)
         assert (used.requests, used.failed) == (4, 0)
 
 
@@ -211,7 +236,7 @@ async def test_rows_that_can_never_be_written_are_told_apart(url: str) -> None:
 async def test_odd_rows_are_cleaned_and_cost_no_other(url: str) -> None:
     """Too long for an index, without a meaning as text, too large, of a day that nobody expects."""
     async with store_at(url) as store:
-        recorder = Recorder(store, ("paid", "free"), buffer_max=10_000, clock=lambda: 0.0, wall=lambda: 0.0)
+        recorder = Recorder(store, TIERS, buffer_max=10_000, clock=lambda: 0.0, wall=lambda: 0.0)
         random_text = secrets.token_hex(5000)
         odd: list[dict[str, Any]] = [
             {"id": "nul \0"},
@@ -227,8 +252,7 @@ async def test_odd_rows_are_cleaned_and_cost_no_other(url: str) -> None:
             entries[200 * number + 7] = entry(200 * number + 7, **change)
         await recorder.start()
         for each in entries:
-            request = make_request(each.id, Witness(), now=each.arrived, owner=each.owner, tier=each.tier)
-            request.taken = each.taken
+            request = each.request
             outcome = Output(b"1", each.call, each.tokens)
             request.settle(outcome, each.ended)
             recorder.settled(request, outcome)
@@ -277,11 +301,11 @@ async def test_a_commit_in_doubt_is_not_written_twice(url: str, server: Postgres
     listening = await asyncio.start_server(way.serve, "127.0.0.1", 0)
     port = listening.sockets[0].getsockname()[1]
     async with listening, store_at(url.replace(f":{server.port}/", f":{port}/"), is_made=False) as store:
-        rows = [store.pack([entry(n) for n in range(10)], [batch(1)], 0.0, ("paid", "free"))]
+        rows = [entry(n).row for n in range(10)], [batch_row(batch(1), 0.0)]
         with pytest.raises(StoreAwayError):
-            await store.write(rows)
+            await store.write(*rows)
         assert way.cuts == 1
-        await store.write(rows)  # the same come again
+        await store.write(*rows)  # the same come again
         await write(store, [entry(10)])
     assert await query(url, "SELECT count(*), count(DISTINCT id) FROM carpool_requests") == [(11, 11)]
 

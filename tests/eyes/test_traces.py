@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import pytest
 
-from carpool.core.trace import read_traceparent
-from carpool.telemetry.otlp import ERROR, SERVER, Envelope, Linked, Value, attributes, named, span, trace_state
+from carpool.core.trace import Trace, read_traceparent
+from carpool.telemetry.otlp import ERROR, REMOTE, SERVER, Envelope, Value, attributes, link, named, span, trace_state
 from support.client import ask_once, inference_body
 from support.processes import PATIENCE_S, GatewayProcess, running_role, until
 from support.redis_servers import RedisServer
@@ -177,10 +177,7 @@ def one(spans: list[Printed]) -> Printed:
 async def test_a_trace_through_gateway_redis_batcher_and_upstream(
     tmp_path: Path, rotel: Rotel, upstream: ScriptedUpstream, redis_server: RedisServer
 ) -> None:
-    async with fleet(tmp_path, rotel, upstream, redis_server, sample_ratio=0, **{f"{TRACING}.SLOW_SHARE": 0.0}) as (
-        gateway,
-        _,
-    ):
+    async with fleet(tmp_path, rotel, upstream, redis_server, sample_ratio=0) as (gateway, _):
         assert await ask(gateway, ASKED) == 200
         await until(lambda: len(rotel.spans()) >= 4)
     request, queue = one(rotel.named(REQUEST)), one(rotel.named("queue"))
@@ -261,8 +258,8 @@ def test_what_is_packed_by_hand_is_what_the_real_schema_reads() -> None:
     trace_id, span_id, parent_id = secrets.token_bytes(16), secrets.token_bytes(8), secrets.token_bytes(8)
     told: dict[str, Value] = {"text": "ä" * 100, "number": -5, "share": 0.25, "is": True, "large": 2**40}
     rest = named("a name", SERVER) + trace_state("a=b") + attributes(told.items())
-    rest += Linked(0x301)(trace_id, parent_id, "c=d")
-    packed = span(trace_id, span_id, parent_id, 1, 2**60, 0x301, rest + ERROR)
+    rest += link(Trace(trace_id, parent_id, state="c=d"))
+    packed = span(trace_id, span_id, parent_id, 1, 2**60, rest + ERROR, REMOTE)
     body = Envelope([("service.name", "x")], "carpool", "1").wrap([packed, packed])
     with real_schema():
         schema = import_module("opentelemetry.proto.collector.trace.v1.trace_service_pb2")
@@ -276,8 +273,8 @@ def test_what_is_packed_by_hand_is_what_the_real_schema_reads() -> None:
     assert (first.start_time_unix_nano, first.end_time_unix_nano, first.status.code) == (1, 2**60, 2)
     read = {pair.key: getattr(pair.value, pair.value.WhichOneof("value")) for pair in first.attributes}
     assert read == told
-    [link] = first.links
-    assert (link.trace_id, link.span_id, link.trace_state, link.flags) == (trace_id, parent_id, "c=d", 0x301)
+    [seen] = first.links
+    assert (seen.trace_id, seen.span_id, seen.trace_state, seen.flags) == (trace_id, parent_id, "c=d", 0x301)
     assert of_resource.resource.attributes[0].value.string_value == "x"
     # Nothing was skipped: written again, it is as long.
     assert export.ByteSize() == len(body)

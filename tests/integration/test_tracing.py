@@ -32,7 +32,6 @@ CALLER_TRACE, CALLER_SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b716920333
 ASKED = f"traceparent: 00-{CALLER_TRACE}-{CALLER_SPAN}-01\r\ntracestate: vendor=1\r\n"
 NOT_ASKED = ASKED.replace("-01\r", "-00\r")
 REQUEST = "POST /v1/inference"
-SLOW_SHARE = "carpool.composition.tracing.SLOW_SHARE"
 
 
 def named(service: str) -> dict[str, Any]:
@@ -47,7 +46,6 @@ async def running(
     settings: dict[str, Any] = {
         "upstream__endpoints": [f"{upstream.url}?key=canary-of-the-url"],
         "carpool.service.BACKOFF_S": 0.0,
-        SLOW_SHARE: 0.0,
     }
     if taking is not None:
         settings["tracing__otlp_endpoint"] = taking.url
@@ -273,14 +271,14 @@ async def test_over_redis_the_gateway_writes_the_request_and_the_batcher_the_bat
     assert [each is not None and each.is_sampled for each in flags] == [True, False, False, True]
 
 
-async def test_a_request_that_fails_is_kept_with_its_batch_and_every_attempt(
+async def test_a_request_that_fails_is_told_with_its_batch_and_every_attempt(
     upstream: ScriptedUpstream, taking: Receiver
 ) -> None:
     upstream.behaviour = "status 503"
     settings = {"tracing__sample_ratio": 0, "upstream__attempts": 3}
     async with running("serve", upstream, taking, **settings) as process:
-        answer = await ask(process)
-        await until(lambda: metric(process, "traces_kept")["error"] == 1)
+        answer = await ask(process, headers=ASKED)
+        await until(lambda: metric(process, "traces_kept")["asked"] == 1)
     assert answer.status == 502
     request, batch = one(taking.named(REQUEST)), one(taking.named("batch"))
     attempts = taking.named("attempt")
@@ -295,27 +293,24 @@ async def test_a_request_that_fails_is_kept_with_its_batch_and_every_attempt(
     assert links_of(batch) == {itself(request)}
 
 
-async def test_over_redis_a_link_leads_to_a_batch_that_is_kept(
+async def test_over_redis_a_request_that_fails_has_a_link_to_its_batch(
     upstream: ScriptedUpstream, taking: Receiver, redis_server: RedisServer
 ) -> None:
-    """An error is kept with its batch. Of a request that was only slow for its gateway the batcher knows nothing."""
+    """And one that fails is kept for no other reason than one that does not: nobody asked for the first."""
     broker = {"broker__url": redis_server.url, "broker__namespace": f"traces-{secrets.token_hex(4)}"}
     both = {**broker, "tracing__sample_ratio": 0, "upstream__attempts": 1}
+    upstream.behaviour = "status 503"
     async with (
         running("batcher", upstream, taking, **both),
-        running("gateway", upstream, taking, **both, **{SLOW_SHARE: 1.0}) as gateway,
+        running("gateway", upstream, taking, **both) as gateway,
     ):
-        assert (await ask(gateway, "slow")).status == 200
-        await until(lambda: metric(gateway, "traces_kept")["slow"] == 1)
-        upstream.behaviour = "status 503"
         assert (await ask(gateway, "fails")).status == 502
-        await until(lambda: metric(gateway, "traces_kept")["error"] == 1)
-    batch = one(taking.named("batch"))
-    slow, failed = sorted(taking.named(REQUEST), key=lambda span: span.is_error)
-    assert links_of(failed) == {itself(batch)}
+        assert (await ask(gateway, "fails too", ASKED)).status == 502
+        await until(lambda: metric(gateway, "traces_kept")["asked"] == 1)
+    batch, failed = one(taking.named("batch")), one(taking.named(REQUEST))
+    assert failed.is_error and links_of(failed) == {itself(batch)}
     assert failed.attributes["carpool.batch.id"] == batch.attributes["carpool.batch.id"]
     assert failed.attributes["carpool.endpoint"] == batch.attributes["carpool.endpoint"]
-    assert links_of(slow) == set() and slow.attributes["carpool.batch.id"]
 
 
 async def test_the_steps_of_a_search_belong_to_the_batch_that_was_refused(
@@ -440,7 +435,7 @@ async def test_the_log_line_of_a_failed_attempt_names_its_trace(
     upstream: ScriptedUpstream, taking: Receiver, caplog: pytest.LogCaptureFixture
 ) -> None:
     upstream.behaviour = "status 503"
-    async with running("serve", upstream, taking, tracing__sample_ratio=0, upstream__attempts=1) as process:
+    async with running("serve", upstream, taking, tracing__sample_ratio=1, upstream__attempts=1) as process:
         await ask(process)
     fields = one_of_log(caplog, "attempt 1 of 1 failed")
     batch = one(taking.named("batch"))

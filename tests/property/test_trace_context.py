@@ -104,19 +104,14 @@ def test_a_tracestate_that_is_passed_on_is_safe_in_a_header(text: str) -> None:
     trace_ids,
     span_ids,
     st.one_of(st.just(b""), span_ids),
-    st.booleans(),
     states,
     st.sampled_from(["", "asked", "ratio"]),
 )
-def test_a_trace_travels(
-    trace_id: bytes, span_id: bytes, parent_id: bytes, is_sampled: bool, state: dict[str, str], why: str
-) -> None:
-    own = Trace(
-        trace_id, span_id, parent_id, is_sampled, read_tracestate(",".join(f"{k}={v}" for k, v in state.items())), why
-    )
+def test_a_trace_travels(trace_id: bytes, span_id: bytes, parent_id: bytes, state: dict[str, str], why: str) -> None:
+    own = Trace(trace_id, span_id, parent_id, read_tracestate(",".join(f"{k}={v}" for k, v in state.items())), why)
     came = read_text(text_of(own))
     assert came is not None
-    for name in ("trace_id", "span_id", "parent_id", "is_sampled", "state", "why"):
+    for name in ("trace_id", "span_id", "parent_id", "state", "why"):
         assert getattr(came, name) == getattr(own, name)
 
 
@@ -127,7 +122,6 @@ def test_whatever_came_with_an_entry_is_read_or_passed_over(text: str) -> None:
 
 @given(st.text(string.hexdigits, min_size=1, max_size=16), st.text(string.hexdigits, min_size=1, max_size=16))
 def test_each_batch_has_a_trace_of_its_own(one: str, other: str) -> None:
-    trace = trace_of_batch(one, is_sampled=True)
+    trace = trace_of_batch(one)
     assert (len(trace.trace_id), len(trace.span_id), trace.parent_id) == (16, 8, b"")
-    assert trace.trace_id == trace_of_batch(one, is_sampled=False).trace_id
-    assert (trace.trace_id == trace_of_batch(other, is_sampled=True).trace_id) == (one == other)
+    assert (trace.trace_id == trace_of_batch(other).trace_id) == (one == other)

@@ -4,14 +4,15 @@ import asyncio
 import tempfile
 from math import fsum
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from carpool.tracking.questions import RequestQuestion, UsageQuestion
 from carpool.tracking.records import RequestRecord, RequestRow, UsageRecord
 from carpool.tracking.sqlite import SqliteStore
+from carpool.tracking.stores import RequestQuestion
 
 NAMES = st.sampled_from(["a", "b", "c"])
 MAYBE = st.none() | NAMES
@@ -53,13 +54,13 @@ QUESTIONS = st.builds(
 
 
 def ask(
-    rows: list[RequestRow], question: RequestQuestion, usage: UsageQuestion
+    rows: list[RequestRow], question: RequestQuestion, by: Literal["owner", "model", "tier"]
 ) -> tuple[list[RequestRecord], list[UsageRecord]]:
     async def main(path: Path) -> tuple[list[RequestRecord], list[UsageRecord]]:
         store = SqliteStore(path, retention_days=1, bytes_max=2**30)
         try:
-            await store.write([(rows, [])])
-            return await store.requests(question), await store.usage(usage)
+            await store.write(rows, [])
+            return await store.requests(question), await store.usage(question.since, by)
         finally:
             await store.close()
 
@@ -69,8 +70,10 @@ def ask(
 
 @settings(deadline=None, max_examples=60)
 @given(rows=ROWS, question=QUESTIONS, by=st.sampled_from(["owner", "model", "tier"]))
-def test_sql_finds_what_a_look_at_all_rows_finds(rows: list[RequestRow], question: RequestQuestion, by: str) -> None:
-    found, usage = ask(rows, question, UsageQuestion(since=question.since, by=by))  # type: ignore[arg-type]
+def test_sql_finds_what_a_look_at_all_rows_finds(
+    rows: list[RequestRow], question: RequestQuestion, by: Literal["owner", "model", "tier"]
+) -> None:
+    found, usage = ask(rows, question, by)
     since = int(question.since * 1e6)
     wanted = [
         row

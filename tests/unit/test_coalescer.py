@@ -63,8 +63,8 @@ class TestSharing:
 
     def test_a_member_whose_caller_asks_has_its_batch_traced(self) -> None:
         door = CoalescerStand()
-        asked = Trace(b"1" * 16, b"2" * 8, is_sampled=True)
-        first = door.ask(trace=Trace(b"3" * 16, b"4" * 8))
+        asked = Trace(b"1" * 16, b"2" * 8)
+        first = door.ask()
         second = door.ask(trace=asked)
         [leader] = door.take()
         assert leader.trace is asked is second.trace

@@ -6,15 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from carpool.core.trace import Trace
 from carpool.telemetry.otlp import (
     ERROR,
     INTERNAL,
+    REMOTE,
     SERVER,
     Envelope,
-    Linked,
-    TextAttribute,
     attribute,
     attributes,
+    link,
     named,
     rejected_spans,
     span,
@@ -36,8 +37,8 @@ def one(rest: bytes, **changes: Any) -> Any:
         arguments["parent_id"],
         1_800_000_000_123_456_789,
         1_800_000_001_000_000_001,
-        0x301,
         arguments["name_and_kind"] + trace_state(arguments["state"]) + rest,
+        REMOTE,
     )
     [seen] = spans_in(ENVELOPE.wrap([packed]))
     return seen
@@ -48,15 +49,10 @@ def test_attributes_read_as_they_were_written(pairs: dict[str, Any]) -> None:
     assert one(attributes(pairs.items())).attributes == pairs
 
 
-@given(st.text(min_size=1, max_size=140), st.text(max_size=300))
-def test_an_attribute_for_many_spans_is_written_like_any_other(name: str, text: str) -> None:
-    assert TextAttribute(name)(text) == attribute(name, text)
-
-
 @given(st.text(max_size=200))
 def test_a_span(name: str) -> None:
     seen = one(
-        attribute("x", 1) + Linked(1)(TRACE_ID, PARENT_ID, "a=b") + Linked(0x301)(TRACE_ID, SPAN_ID) + ERROR,
+        attribute("x", 1) + link(Trace(TRACE_ID, PARENT_ID, state="a=b")) + link(Trace(TRACE_ID, SPAN_ID)) + ERROR,
         name_and_kind=named(name, INTERNAL),
         state="c=d",
     )

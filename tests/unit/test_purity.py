@@ -41,8 +41,6 @@ PURE = [
     "client/retries.py",
     "core/token_bucket.py",
     "client/wire.py",
-    "tracking/copy_format.py",
-    "tracking/questions.py",
     "tracking/records.py",
     "tracking/record_view.py",
     "upstream/quarantine.py",

@@ -16,11 +16,10 @@ from carpool.core.errors import Draining, QueueTimeout, UpstreamFailed
 from carpool.core.outcome import CallFacts, Outcome, Output
 from carpool.testing import Witness, make_request
 from carpool.tracking import sqlite
-from carpool.tracking.questions import RequestQuestion, UsageQuestion
 from carpool.tracking.recorder import Recorder
-from carpool.tracking.records import BatchRow, RecordFields, RequestRow
-from carpool.tracking.sqlite import MIGRATIONS, Rows, SqliteStore
-from carpool.tracking.stores import BadRowsError, StoreAwayError, StoreUnusableError
+from carpool.tracking.records import BatchRow, RequestRow
+from carpool.tracking.sqlite import MIGRATIONS, SqliteStore
+from carpool.tracking.stores import BadRowsError, RequestQuestion, StoreAwayError, StoreUnusableError
 from support.processes import PATIENCE_S, until
 
 TIERS = ("gold", "free")
@@ -178,18 +177,12 @@ async def test_an_odd_row_is_cleaned_and_costs_no_other(tmp_path: Path, call: Ca
 
 async def test_a_row_that_cannot_be_written_is_lost_alone(tmp_path: Path) -> None:
     class Picky(SqliteStore):
-        """Refuses some requests whatever they look like, and a batch that can't even be packed."""
+        """Refuses some requests, and a batch, whatever they look like."""
 
-        def pack(
-            self, requests: Sequence[RecordFields], batches: Sequence[Batch], offset_s: float, tiers: Sequence[str]
-        ) -> Rows:
-            assert all(batch.id != "bad" for batch in batches)
-            return super().pack(requests, batches, offset_s, tiers)
-
-        async def write(self, packed: Sequence[Rows]) -> None:
-            if any(row.id in ("r3", "r699") for requests, _ in packed for row in requests):
+        async def write(self, requests: Sequence[RequestRow], batches: Sequence[BatchRow]) -> None:
+            if any(row.id in ("r3", "r699", "bad") for row in (*requests, *batches)):
                 raise BadRowsError("no")
-            await super().write(packed)
+            await super().write(requests, batches)
 
     recorder = Recorder(Picky(tmp_path / "t.db", retention_days=30, bytes_max=2**30), TIERS, buffer_max=1000)
     await recorder.start()
@@ -206,13 +199,12 @@ async def test_a_store_that_goes_away_in_the_middle_of_that_gets_the_rest_later(
     class Leaving(SqliteStore):
         is_away = True
 
-        async def write(self, packed: Sequence[Rows]) -> None:
-            size = sum(len(requests) for requests, _ in packed)
-            if size > 10:
+        async def write(self, requests: Sequence[RequestRow], batches: Sequence[BatchRow]) -> None:
+            if len(requests) > 10:
                 raise BadRowsError("too many")
-            if self.is_away and size < 10:
+            if self.is_away and len(requests) < 10:
                 raise StoreAwayError("gone")
-            await super().write(packed)
+            await super().write(requests, batches)
 
     store = Leaving(tmp_path / "t.db", retention_days=30, bytes_max=2**30)
     recorder = Recorder(store, TIERS, buffer_max=1000)
@@ -229,8 +221,8 @@ async def test_what_is_being_written_at_the_end_is_written_once(tmp_path: Path) 
     is_writing, may_go_on = asyncio.Event(), asyncio.Event()
 
     class Slow(SqliteStore):
-        async def write(self, packed: Sequence[Rows]) -> None:
-            await super().write(packed)
+        async def write(self, requests: Sequence[RequestRow], batches: Sequence[BatchRow]) -> None:
+            await super().write(requests, batches)
             is_writing.set()
             await may_go_on.wait()
 
@@ -270,7 +262,7 @@ async def test_of_a_task_that_ended_twice_the_last_row_stays(tmp_path: Path) -> 
     store = store_at(path)
     found = await store.find("task")
     assert found is not None and found.error is None
-    [used] = await store.usage(UsageQuestion())
+    [used] = await store.usage()
     assert (used.requests, used.failed) == (4, 0)
     await store.close()
 
@@ -291,7 +283,7 @@ async def test_two_processes_may_make_room_in_a_file_at_once(tmp_path: Path, mon
     monkeypatch.setattr(sqlite3, "connect", partial(sqlite3.connect, factory=Raced))
     store = store_at(path, bytes_max=2**20)
     for at in range(0, 20_000, 500):
-        await store.write([([request_row(each, WALL + each) for each in range(at, at + 500)], [])])
+        await store.write([request_row(each, WALL + each) for each in range(at, at + 500)], [])
     await store.close()
     assert raced
     assert (await rows_in(path))[:500] == [f"r{each}" for each in reversed(range(19_500, 20_000))]
@@ -304,7 +296,7 @@ async def test_old_rows_go(tmp_path: Path) -> None:
     store = store_at(tmp_path / "t.db", retention_days=2)
     ages = [0.5, 1.9, 2.1, 40.0]
     requests = [request_row(each, WALL - age * DAY_S) for each, age in enumerate(ages)]
-    await store.write([(requests, [batch_row(each, WALL - age * DAY_S) for each, age in enumerate(ages)])])
+    await store.write(requests, [batch_row(each, WALL - age * DAY_S) for each, age in enumerate(ages)])
     await store.tidy(WALL)
     await store.close()
     assert sorted(await rows_in(tmp_path / "t.db")) == ["r0", "r1"]
@@ -319,7 +311,7 @@ async def test_the_file_keeps_its_size_and_the_oldest_rows_go_first(tmp_path: Pa
     written = 0
     for _ in range(40):
         rows = [request_row(written + each, WALL + written + each) for each in range(500)]
-        await store.write([(rows, [])])  # `tidy` comes so seldom that a million may be written before
+        await store.write(rows, [])  # `tidy` comes so seldom that a million may be written before
         written += 500
     await store.close()
     assert path.stat().st_size <= 1.2 * bytes_max
@@ -338,7 +330,7 @@ async def test_in_a_file_that_is_full_requests_keep_their_batches(
     for at in range(0, 15_000, 500):
         requests = [request_row(each, WALL + each) for each in range(at, at + 500)]
         batches = [batch_row(each, WALL + each) for each in range(at, at + 500, batch_size)]
-        await store.write([(requests, batches)])
+        await store.write(requests, batches)
     await store.close()
     connection = sqlite3.connect(tmp_path / "t.db")
     [[requests_kept, first]] = connection.execute("SELECT count(*), min(completed_at) FROM carpool_requests")
@@ -359,10 +351,10 @@ async def test_a_full_disk_is_told_as_what_it_is(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr(sqlite3, "connect", connect_to_a_small_disk)
     store = store_at(tmp_path / "t.db")
-    await store.write([([request_row(0, WALL)], [])])
+    await store.write([request_row(0, WALL)], [])
     with pytest.raises(StoreAwayError, match="disk is full"):
-        await store.write([([request_row(each, WALL)], []) for each in range(1, 5000)])
-    await store.write([([request_row(1, WALL)], [])])  # it is of use again when there is room
+        await store.write([request_row(each, WALL) for each in range(1, 5000)], [])
+    await store.write([request_row(1, WALL)], [])  # it is of use again when there is room
     await store.close()
 
 
@@ -374,7 +366,7 @@ async def test_a_file_of_a_newer_version_is_used_as_it_is(tmp_path: Path) -> Non
         connection.execute(f"PRAGMA user_version = {len(MIGRATIONS) + 3}")
     connection.close()
     store = store_at(tmp_path / "t.db")
-    await store.write([([request_row(1, WALL)], [])])
+    await store.write([request_row(1, WALL)], [])
     await store.close()
     assert await rows_in(tmp_path / "t.db") == ["r1"]
 
@@ -390,7 +382,7 @@ async def test_a_write_is_all_or_nothing(tmp_path: Path) -> None:
     store = store_at(tmp_path / "t.db")
     odd = batch_row(1, WALL)._replace(seconds=nan)
     with pytest.raises(BadRowsError):
-        await store.write([([request_row(1, WALL)], [odd])])
+        await store.write([request_row(1, WALL)], [odd])
     await store.close()
     assert await rows_in(tmp_path / "t.db") == []
 
@@ -404,21 +396,21 @@ async def test_usage_by_owner_and_model(tmp_path: Path) -> None:
         request_row(4, WALL)._replace(cached=True, gpu_seconds=0.0),
         request_row(5, WALL - 100),
     ]
-    await store.write([(rows, [])])
-    by_owner = await store.usage(UsageQuestion(since=WALL - 1))
+    await store.write(rows, [])
+    by_owner = await store.usage(since=WALL - 1)
     assert [(each.name, each.requests, each.failed, each.cached, each.tokens) for each in by_owner] == [
         ("bob", 1, 0, 0, 0),
         ("alice", 3, 1, 1, 21),
     ]
     assert [each.gpu_seconds for each in by_owner] == [2.0, 0.5]
-    by_model = await store.usage(UsageQuestion(since=0, by="model"))
+    by_model = await store.usage(by="model")
     assert {each.name: each.requests for each in by_model} == {"m": 4, "n": 1}
     await store.close()
 
 
 async def test_a_cancelled_question_leaves_the_store_usable(tmp_path: Path) -> None:
     store = store_at(tmp_path / "t.db")
-    await store.write([([request_row(1, WALL)], [])])
+    await store.write([request_row(1, WALL)], [])
     question = asyncio.ensure_future(store.find("r1"))
     await asyncio.sleep(0)
     question.cancel()

@@ -381,7 +381,7 @@ class Coalescer:
         leader.held_by, leader.number, leader.phase, leader.taken = None, 0, ADMITTED, 0.0
         leader.is_quarantined = leader.is_over = False
         leader.arrived, leader.deadline = now, max(member.deadline for member in members)
-        leader.trace = next((member.trace for member in members if is_sampled(member)), best.trace)
+        leader.trace = next((member.trace for member in members if member.trace is not None), None)
         shared = self._open[key] = SharedRequest(self, key, leader)
         leader.waiter, shared.first = shared, best
         for member in members:
@@ -442,7 +442,7 @@ class Coalescer:
         leader = shared.leader
         if not leader.is_shared:
             self._share(shared, leader)
-        if is_sampled(request) and not is_sampled(leader):
+        if leader.trace is None:
             leader.trace = request.trace  # so that its batch is kept, too
         if self._far is None:
             leader.deadline = max(leader.deadline, request.deadline)
@@ -525,11 +525,6 @@ def ride_along(member: Request, leader: Request) -> None:
         member.taken = max(leader.taken, member.arrived)
     member.batch, member.call = leader.batch, leader.call
     member.sends, member.searched_s = leader.sends, leader.searched_s
-
-
-def is_sampled(request: Request) -> bool:
-    """Whether it is known that its trace is kept."""
-    return request.trace is not None and request.trace.is_sampled
 
 
 def guarded(step: Callable[[], CarpoolError | None]) -> CarpoolError | None:

@@ -1,25 +1,24 @@
 """`carpool requests`, `usage` and `tracking init`: what was kept of requests, from where the configuration says."""
 
 import asyncio
-import json as json_module
 import os
 import re
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import msgspec
 import typer
 
+from carpool.cli.dlq import EXIT_FAILED, leave, print_json, printable
 from carpool.core.clock import rfc3339
 from carpool.settings import ConfigError, load_settings
 
 if TYPE_CHECKING:
-    from carpool.tracking.records import RequestRecord
+    from carpool.tracking.records import RequestRecord, UsageRecord
     from carpool.tracking.stores import Store
 
-EXIT_FAILED = 1
 UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 tracking = typer.Typer(
@@ -35,6 +34,7 @@ Config = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 Done = TypeVar("Done")
+Shown = TypeVar("Shown")
 
 REQUESTS_EPILOG = """\
 [bold]Examples[/bold]
@@ -45,6 +45,27 @@ REQUESTS_EPILOG = """\
 
 Give it the configuration of your gateways: that says where rows are kept. A row comes when its request ends.
 """
+REQUEST_COLUMNS: "dict[str, Callable[[RequestRecord], object]]" = {
+    "completed at": lambda record: rfc3339(record.completed_at),
+    "id": lambda record: record.id,
+    "owner": lambda record: record.owner,
+    "tier": lambda record: record.tier,
+    "model": lambda record: record.model,
+    "outcome": lambda record: record.error or "completed",
+    "ms": lambda record: f"{record.latency_ms:.1f}",
+    "queue ms": lambda record: "" if record.queue_ms is None else f"{record.queue_ms:.1f}",
+    "batch": lambda record: record.batch_id or ("cached" if record.cached else ""),
+    "size": lambda record: record.batch_size or "",
+    "attempts": lambda record: record.attempts or "",
+    "endpoint": lambda record: record.endpoint or "",
+}
+USAGE_COLUMNS: "dict[str, Callable[[UsageRecord], object]]" = {
+    "requests": lambda used: used.requests,
+    "failed": lambda used: used.failed,
+    "cached": lambda used: used.cached,
+    "tokens": lambda used: used.tokens,
+    "GPU seconds": lambda used: f"{used.gpu_seconds:.3f}",
+}
 USAGE_EPILOG = """\
 [bold]Examples[/bold]
 
@@ -75,7 +96,7 @@ def requests(
     config: Config = None,
 ) -> None:
     """List requests that have ended, the newest first."""
-    from carpool.tracking.questions import RequestQuestion
+    from carpool.tracking.stores import RequestQuestion
 
     question = RequestQuestion(
         since=time.time() - seconds_of(since),
@@ -89,43 +110,9 @@ def requests(
     )
     found = _with_store(config, lambda store: store.requests(question))
     if json:
-        typer.echo(json_module.dumps({"requests": [shown_record(record) for record in found]}, indent=2))
+        print_json({"requests": [shown_record(record) for record in found]})
         return
-    if not found:
-        typer.echo("no requests")
-        return
-    rows = [
-        (
-            rfc3339(record.completed_at),
-            record.id,
-            record.owner,
-            record.tier,
-            record.model,
-            record.error or "completed",
-            f"{record.latency_ms:.1f}",
-            "" if record.queue_ms is None else f"{record.queue_ms:.1f}",
-            record.batch_id or ("cached" if record.cached else ""),
-            str(record.batch_size or ""),
-            str(record.attempts or ""),
-            record.endpoint or "",
-        )
-        for record in found
-    ]
-    heads = [
-        "completed at",
-        "id",
-        "owner",
-        "tier",
-        "model",
-        "outcome",
-        "ms",
-        "queue ms",
-        "batch",
-        "size",
-        "attempts",
-        "endpoint",
-    ]
-    _print_table(heads, rows)
+    _print_table(REQUEST_COLUMNS, found)
     if len(found) == limit:
         typer.echo(f"the newest {limit}; see --limit")
 
@@ -137,21 +124,11 @@ def usage(
     config: Config = None,
 ) -> None:
     """Sum up requests, tokens and GPU seconds, by owner or by model: what people bill by."""
-    from carpool.tracking.questions import UsageQuestion
-
-    question = UsageQuestion(since=time.time() - seconds_of(since), by=by)
-    found = _with_store(config, lambda store: store.usage(question))
+    found = _with_store(config, lambda store: store.usage(time.time() - seconds_of(since), by))
     if json:
-        typer.echo(json_module.dumps({"by": by, "usage": msgspec.to_builtins(found)}, indent=2))
-        return
-    if not found:
-        typer.echo("no requests")
-        return
-    rows = [
-        (each.name, str(each.requests), str(each.failed), str(each.cached), str(each.tokens), f"{each.gpu_seconds:.3f}")
-        for each in found
-    ]
-    _print_table([by, "requests", "failed", "cached", "tokens", "GPU seconds"], rows)
+        print_json({"by": by, "usage": msgspec.to_builtins(found)})
+    else:
+        _print_table({by: lambda used: used.name} | USAGE_COLUMNS, found)
 
 
 def find_kept(config: Path | None, request_id: str) -> Any:
@@ -198,23 +175,21 @@ def _with_store(config: Path | None, work: "Callable[[Store], Awaitable[Done]]")
     try:
         return asyncio.run(do())
     except (StoreAwayError, StoreUnusableError) as failure:
-        _leave(str(failure))
+        leave(str(failure), EXIT_FAILED, "tracking")
 
 
-def _print_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+def _print_table(columns: "Mapping[str, Callable[[Shown], object]]", found: Sequence[Shown]) -> None:
+    if not found:
+        typer.echo("no requests")
+        return
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(*heads, box=None, header_style="bold")
-    for row in rows:
-        table.add_row(*(Text(cell) for cell in row))
+    table = Table(*columns, box=None, header_style="bold")
+    for each in found:
+        table.add_row(*(Text(printable(str(show(each)))) for show in columns.values()))
     console = Console()
     if not console.is_terminal:
         console.width = 1000  # a file or a pipe gets whole lines
     console.print(table)
-
-
-def _leave(complaint: str) -> NoReturn:
-    typer.echo(f"carpool: {' '.join(complaint.split())}", err=True)
-    raise typer.Exit(EXIT_FAILED)

@@ -1,14 +1,13 @@
 """`carpool why ID`: one request's story, from a running gateway, else from what was kept of it."""
 
-import json as json_module
 from typing import TYPE_CHECKING, Annotated
 from urllib.parse import quote
 
 import msgspec
 import typer
 
-from carpool.cli.dlq import DEFAULT_ADMIN, EXIT_FAILED, Admin, Gateway, Token, leave, printable
-from carpool.cli.tracking import Config, find_kept
+from carpool.cli.dlq import DEFAULT_ADMIN, EXIT_FAILED, Admin, Gateway, Token, leave, print_json, printable
+from carpool.cli.tracking import Config, Json, find_kept
 
 if TYPE_CHECKING:
     from carpool.core.timeline import RequestState
@@ -45,7 +44,7 @@ def why(
     request_id: Annotated[str, typer.Argument(metavar="ID", help="A request's id, or a task's.")],
     admin: Admin = DEFAULT_ADMIN,
     token: Token = "",
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    json: Json = False,
     config: Config = None,
 ) -> None:
     """Tell one request's story: where it is, what its time went to, with whom it was sent, and to which endpoint."""
@@ -55,18 +54,15 @@ def why(
     if found is None:
         leave("no gateway knows this request any more, and nothing was kept of it", EXIT_FAILED, "why")
     if json:
-        typer.echo(json_module.dumps(found, indent=2))
+        print_json(found)
         return
     from carpool.core.timeline import RequestState
 
     state = msgspec.convert(found, RequestState)
     lines = story(request_id, state)
-    if (
-        state.status != "completed"
-        and state.kept is not True
-        and (problem := gateway.ask("GET", HEALTH).get("problem"))
-    ):
-        lines.append(f"  now: {problem}")
+    if state.status != "completed" and state.kept is not True:
+        problem = gateway.ask("GET", HEALTH).get("problem")
+        lines += [f"  now: {problem}"] if problem else []
     for line in lines:
         typer.echo(printable(line))
 
@@ -108,7 +104,11 @@ def batch_lines(state: "RequestState") -> list[str]:
     if isinstance(batch, msgspec.UnsetType):
         return []
     others = "alone" if not batch.neighbours else f"with {batch.neighbours} other{'s' * (batch.neighbours > 1)}"
-    reason = "" if isinstance(batch.reason, msgspec.UnsetType) else f"; it left because {reason_text(batch.reason)}"
+    reason = (
+        ""
+        if isinstance(batch.reason, msgspec.UnsetType)
+        else f"; it left because {REASONS.get(batch.reason, batch.reason)}"
+    )
     lines = [f"  batch {batch.id}, {others}{reason}"]
     if not isinstance(batch.endpoint, msgspec.UnsetType):
         attempts = batch.attempts if isinstance(batch.attempts, int) else 1
@@ -116,11 +116,6 @@ def batch_lines(state: "RequestState") -> list[str]:
     if not isinstance(batch.failure, msgspec.UnsetType):
         lines.append(f"  its last call failed: {batch.failure}")
     return lines
-
-
-def reason_text(reason: str) -> str:
-    """Why a batch left, in words."""
-    return REASONS.get(reason, reason)
 
 
 def wait_lines(state: "RequestState") -> list[str]:

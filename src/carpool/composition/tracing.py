@@ -14,16 +14,14 @@ from carpool.core.snapshot import TraceNumbers
 from carpool.settings import Settings
 from carpool.settings.schema import TracingSettings
 from carpool.telemetry.otlp import Envelope
-from carpool.telemetry.tracer import Rules, Tracer
+from carpool.telemetry.sampling import Ratio
+from carpool.telemetry.tracer import Tracer
 from carpool.version import __version__
 
 if TYPE_CHECKING:
     from carpool.telemetry.exporter import Exporter
 
 PATH = "/v1/traces"
-# Kept beside the sample: the slowest share of the requests, and those that failed up to this rate. It is little, and
-# what somebody will look for.
-SLOW_SHARE, ERRORS_PER_SECOND = 0.01, 100
 # Spans that wait for the receiver; more are dropped. And the longest time for one call to it.
 BUFFER_BYTES_MAX = 32 * 1024 * 1024
 TIMEOUT_S = 10.0
@@ -46,7 +44,7 @@ class Tracing(NamedTuple):
             traces_kept=self.tracer.kept,
             trace_spans={
                 "sent": self.exporter.sent,
-                "dropped": self.exporter.dropped + self.tracer.dropped,
+                "dropped": self.exporter.dropped,
                 "rejected": self.exporter.rejected,
             },
             trace_export_failures=self.exporter.failures,
@@ -70,14 +68,14 @@ def start_tracing(settings: Settings, events: Events, seconds: RequestSeconds, c
     # Ids must differ, and need not be secret: a generator of its own, seeded by the system.
     drawn = random.Random(secrets.randbits(128))
     tracer = Tracer(
-        Rules(own.sample_ratio, SLOW_SHARE, ERRORS_PER_SECOND, own.follow_callers),
+        Ratio(own.sample_ratio, drawn.getrandbits, drawn.random),
         [tier.name for tier in settings.tiers],
         exporter.add,
+        follows_callers=own.follow_callers,
         seconds=seconds,
         clock=clock,
         wall=time,
         random_bits=drawn.getrandbits,
-        random_share=drawn.random,
     )
     exporter.start()
     tracer.start()

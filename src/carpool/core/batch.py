@@ -33,6 +33,11 @@ class Batch(msgspec.Struct, eq=False, gc=False):
     # What tracing keeps about it; None where it is off, and before the first call.
     trace: BatchTrace | None = None
 
+    @property
+    def is_traced(self) -> bool:
+        """Whether its span is kept."""
+        return self.trace is not None and bool(self.trace.links)
+
 
 class BatchIds:
     """Ids for the batches of one model in one process."""

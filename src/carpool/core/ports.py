@@ -421,7 +421,7 @@ class RequestOptions(msgspec.Struct, frozen=True):
     # Its result must not be kept for others; a result that was kept must not be its answer.
     no_store: bool = False
     no_cache: bool = False
-    # The trace that its request is part of, if it is to have one already.
+    # The trace that its request is part of, if that is kept.
     trace: Trace | None = None
 
 
@@ -567,7 +567,7 @@ class RequestTraces(Protocol):
     """What a face asks of tracing, where it is on."""
 
     def begin(self, headers: dict[bytes, bytes]) -> Trace | None:
-        """The trace of a new request with these headers (names in lower case); None if it need not have one yet."""
+        """The trace of a new request with these headers (names in lower case); None: it is not kept."""
         ...
 
     def refused(

@@ -116,7 +116,7 @@ class Request(msgspec.Struct, eq=False):
     call: CallFacts | None = None
     # Where its owner may have a limited number of requests at once: given back when it is settled.
     permit: Permit | None = None
-    # Where it stands in a trace; None where tracing is off, and for most where it is on.
+    # Where it stands in a trace that is kept; None where tracing is off, and for most where it is on.
     trace: Trace | None = None
     # Of a task: where its outcome is sent; "" if nowhere.
     callback_url: str = ""
@@ -190,7 +190,7 @@ def facts_of_failure(request: Request) -> CallFacts | None:
         reason=batch.reason,
         search_s=search_s,
         searched_s=request.searched_s,
-        is_traced=batch.trace is not None,  # traces of failed requests are kept
+        is_traced=batch.is_traced,
         failure=batch.failure,
     )
 

@@ -423,8 +423,8 @@ class TraceNumbers(Numbers, frozen=True, kw_only=True):
     traces_kept: Annotated[
         Counts,
         counter(
-            "Requests whose trace is kept: their caller asked for it, the ratio fell on them, they failed, or they "
-            "were among the slowest. Only with `tracing.otlp_endpoint`.",
+            "Requests whose trace is kept: their caller asked for it, or the ratio fell on them. Only with "
+            "`tracing.otlp_endpoint`.",
             "why",
         ),
     ]

@@ -176,3 +176,12 @@ async def repeat(pause_s: Callable[[], float], work: Callable[[], Awaitable[None
         except Exception:
             logger.exception("something that is done from time to time failed; it goes on")
         await asyncio.sleep(pause_s())
+
+
+async def wait_for(event: asyncio.Event, seconds: float) -> None:
+    """Wait until the event is set, for so many seconds at most."""
+    try:
+        async with asyncio.timeout(seconds):
+            await event.wait()
+    except TimeoutError:
+        pass

@@ -1,6 +1,7 @@
 """Where a request stands in a trace: W3C Trace Context (`traceparent`, `tracestate`). Pure.
 
-1. Each request has a trace of its own, or is part of its caller's, if that sent a `traceparent`.
+1. A request whose trace is kept has a trace of its own, or is part of its caller's, if that sent a `traceparent`. All
+   other requests have none: whether a trace is kept is decided when its request comes.
 2. A batch has a trace of its own too, whatever is in it: its requests come from many traces, and belong to none of the
    others. The batch and its requests have links to one another. The trace of a batch follows from its id.
 3. What cannot be read is as good as not there, as the standard says: a new trace begins.
@@ -17,8 +18,8 @@ STATE_MEMBERS_MAX = 32
 # Members may be empty. A header can have thousands: such a header is not looked at.
 COMMAS_MAX = 64
 SAMPLED = 0x01
-# Why a trace is kept, where that is known from its start: its caller asks, or the ratio falls on it.
-ASKED, BY_RATIO = WHY_FROM_THE_START = ("asked", "ratio")
+# Why a trace is kept: its caller asks, or the ratio falls on it.
+ASKED, BY_RATIO = "asked", "ratio"
 
 # A later version may have more behind a dash. `ff` is no version.
 _parent = re.compile(r"(?!ff)([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-[ -~]*)?\Z").match
@@ -31,24 +32,17 @@ _NO_TRACE, _NO_SPAN = bytes(16), bytes(8)
 
 
 class Trace(msgspec.Struct, eq=False, frozen=True, gc=False):
-    """A request, or a batch, as a part of a trace."""
+    """A request whose trace is kept, or a batch, as a part of a trace."""
 
     # 16 bytes, and 8 for the span of the request itself.
     trace_id: bytes
     span_id: bytes
     # The caller's span; b"" where the trace begins here.
     parent_id: bytes = b""
-    # It is kept, whatever becomes of the request, and the `traceparent` for the upstream says so.
-    is_sampled: bool = False
     # The caller's `tracestate`.
     state: str = ""
-    # Why it is kept, if that is known already.
+    # Why it is kept.
     why: str = ""
-
-    @property
-    def traceparent(self) -> str:
-        """The header for the next server that is called."""
-        return traceparent_of(self.trace_id, self.span_id, is_sampled=self.is_sampled)
 
 
 class Given(NamedTuple):
@@ -60,14 +54,13 @@ class Given(NamedTuple):
 
 
 class BatchTrace(msgspec.Struct, eq=False):
-    """A batch that was sent, where calls are traced: what is remembered of it until it is written, if it is."""
+    """A batch that was sent, where calls are traced. Its span is kept if one of its requests is."""
 
     trace: Trace
     # The traces of its requests that are kept.
     links: list[Trace]
     # Its calls that have ended and are not written.
     calls: list["CallTrace"]
-    is_written: bool = False
 
 
 class CallTrace(msgspec.Struct, eq=False, gc=False):
@@ -75,7 +68,6 @@ class CallTrace(msgspec.Struct, eq=False, gc=False):
 
     # For the upstream: name and value of each header.
     headers: tuple[tuple[str, str], ...]
-    trace_id: bytes
     span_id: bytes
     endpoint: str
     attempt: int
@@ -124,7 +116,8 @@ def read_tracestate(text: str) -> str:
 
 def text_of(trace: Trace) -> str:
     """A trace as it travels with a request: `traceparent` of its span, the caller's span or `-`, why, `tracestate`."""
-    return f"{trace.traceparent} {trace.parent_id.hex() or '-'} {trace.why or '-'} {trace.state}"
+    own = traceparent_of(trace.trace_id, trace.span_id, is_sampled=True)
+    return f"{own} {trace.parent_id.hex() or '-'} {trace.why} {trace.state}"
 
 
 def read_text(text: str) -> Trace | None:
@@ -135,11 +128,11 @@ def read_text(text: str) -> Trace | None:
         return None
     parent, why, state = rest
     parent_id = bytes.fromhex(parent) if _span(parent) else b""
-    why = why if why in WHY_FROM_THE_START else ""
-    return Trace(given.trace_id, given.span_id, parent_id, given.is_sampled, read_tracestate(state), why)
+    why = why if why in (ASKED, BY_RATIO) else ""
+    return Trace(given.trace_id, given.span_id, parent_id, read_tracestate(state), why)
 
 
-def trace_of_batch(batch_id: str, *, is_sampled: bool) -> Trace:
+def trace_of_batch(batch_id: str) -> Trace:
     """The trace that a batch begins, and its span: the same in each process that knows its id."""
     digest = blake2b(batch_id.encode(), digest_size=24, person=b"carpool-batch").digest()
-    return Trace(digest[:16], digest[16:], b"", is_sampled)
+    return Trace(digest[:16], digest[16:])

@@ -446,12 +446,7 @@ class TracingSettings(Section, frozen=True):
         ),
     ] = []
     sample_ratio: Annotated[
-        float,
-        doc(
-            "share of the requests that are kept in any case, by trace id, beside slow and failed ones; 1: all",
-            ge=0,
-            le=1,
-        ),
+        float, doc("share of the requests whose trace is kept, by trace id; 1: all of them", ge=0, le=1)
     ] = 0.01
     follow_callers: Annotated[
         bool,

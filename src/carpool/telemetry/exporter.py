@@ -16,6 +16,7 @@ from collections.abc import Mapping
 import aiohttp
 
 from carpool.core.errors import without_frames
+from carpool.core.timers import wait_for
 from carpool.telemetry.otlp import Envelope, rejected_spans
 
 logger = logging.getLogger("carpool.traces")
@@ -93,7 +94,7 @@ class Exporter:
 
     async def _run(self) -> None:
         while not self._closing.is_set():
-            await wait(self._due, SEND_S)
+            await wait_for(self._due, SEND_S)
             self._due.clear()
             while self._waiting:
                 await self._send_some()
@@ -140,7 +141,7 @@ class Exporter:
                 logger.warning("the receiver of traces failed: %s; requests go on without", failure)
             if not may_try_again or self._closing.is_set() or number == TRIES_MAX:
                 break
-            await wait(self._closing, pause_s * (0.5 + random.random() / 2))
+            await wait_for(self._closing, pause_s * (0.5 + random.random() / 2))
             pause_s = min(2 * pause_s, PAUSE_S_MAX)
         return None
 
@@ -160,12 +161,3 @@ class Exporter:
         except (aiohttp.ClientError, TimeoutError, OSError) as failure:
             without_frames(failure)  # which hold the body; aiohttp's own hold the failure too
             return type(failure).__name__, True, 0
-
-
-async def wait(event: asyncio.Event, seconds: float) -> None:
-    """Wait until the event is set, for so many seconds at most."""
-    try:
-        async with asyncio.timeout(seconds):
-            await event.wait()
-    except TimeoutError:
-        pass

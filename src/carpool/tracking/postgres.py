@@ -10,30 +10,12 @@
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from carpool.core.batch import Batch
-from carpool.tracking.copy_format import (
-    BATCH_COLUMNS,
-    EPOCH_US,
-    HEADER,
-    REQUEST_COLUMNS,
-    TRAILER,
-    pack_batches,
-    pack_requests,
-)
-from carpool.tracking.questions import (
-    RequestQuestion,
-    Statement,
-    UsageQuestion,
-    find_statement,
-    requests_statement,
-    usage_statement,
-)
-from carpool.tracking.records import RecordFields, RequestRecord, UsageRecord, record_of, usage_of
-from carpool.tracking.stores import BadRowsError, StoreAwayError, StoreUnusableError
+from carpool.tracking.records import BatchRow, RequestRow
+from carpool.tracking.stores import BadRowsError, Store, StoreAwayError, StoreUnusableError
 
 if TYPE_CHECKING:
     import asyncpg
@@ -65,36 +47,30 @@ MIGRATIONS = (
 # What each table is partitioned by.
 TABLES = {"carpool_requests": "completed_at", "carpool_batches": "created_at"}
 VERSION_TABLE = "carpool_tracking_version"
-# Rule 5, for tasks of which there is more than one row.
+# Rule 5, for tasks that were just written, from the day before on. Each is looked up in the indexes of those days: a
+# new day has no statistics, without which PostgreSQL would rather look through all of it.
+BY_INDEX = "SET LOCAL enable_seqscan = off; SET LOCAL enable_hashjoin = off; SET LOCAL enable_mergejoin = off"
 REMOVE_FIRST_ENDS = """
-    DELETE FROM carpool_requests first WHERE id = ANY($1) AND is_task AND EXISTS (
-        SELECT FROM carpool_requests last WHERE last.id = first.id AND last.is_task
-            AND last.completed_at > first.completed_at)"""
+    DELETE FROM carpool_requests first USING unnest($1::text[]) AS ended(id), carpool_requests last
+    WHERE first.id = ended.id AND first.is_task AND first.completed_at >= $2
+        AND last.id = ended.id AND last.is_task AND last.completed_at >= $2
+        AND first.completed_at < last.completed_at"""
 # Any number, the same for all processes: one at a time makes tables.
 LOCK = 0x6361_7270
 CONNECT_S, STATEMENT_S = 5.0, 10.0
 # Dropping a day waits no longer for queries that read it; `tidy` comes again.
 LOCK_TIMEOUT = "SET LOCAL lock_timeout = '2s'"
+# Rows that are encoded at once, about a millisecond of the event loop.
+CHUNK = 500
 DAY_S = 86400
+DAY_US = DAY_S * 1_000_000
+# PostgreSQL counts from 2000.
+EPOCH_US = 946_684_800_000_000
 
 T = TypeVar("T")
 
 
-class Rows(NamedTuple):
-    """Some rows for one table."""
-
-    table: str
-    columns: Sequence[str]
-    data: bytes
-    # Times of the first and the last row, for their days: rows come in order, but for moments.
-    times: list[float]
-    # The id of the first.
-    first_id: str
-    # The ids of tasks among them.
-    task_ids: Sequence[str] = ()
-
-
-class PostgresStore:
+class PostgresStore(Store):
     """A database (tracking.stores.Store)."""
 
     def __init__(self, url: str, *, retention_days: float) -> None:
@@ -105,35 +81,20 @@ class PostgresStore:
         self._turn = asyncio.Lock()
         # Days that have a partition, by table.
         self._days: set[tuple[str, int]] = set()
-        # The first rows of a write that may or may not have been committed.
-        self._in_doubt: Rows | None = None
+        # The rows of a write that may or may not have been committed.
+        self._in_doubt: tuple[Sequence[RequestRow], Sequence[BatchRow]] | None = None
 
     async def open(self) -> None:
         """Connect; raises StoreUnusableError if the tables are missing or of an older version."""
-        await self._do(_nothing)
+        await self.ask("SELECT 1")
 
     async def init(self) -> str:
         """Make the tables, or bring them up to date."""
         return await self._do(self._init, is_checked=False)
 
-    def pack(
-        self, requests: Sequence[RecordFields], batches: Sequence[Batch], offset_s: float, tiers: Sequence[str]
-    ) -> list[Rows]:
-        """Their rows."""
-        packed = []
-        if requests:
-            times = [entry[7] + offset_s for entry in (requests[0], requests[-1])]
-            data = pack_requests(requests, offset_s, tiers)
-            task_ids = [entry[0] for entry in requests if entry[8]]
-            packed.append(Rows("carpool_requests", REQUEST_COLUMNS, data, times, requests[0][0], task_ids))
-        if batches:
-            times = [batch.taken + offset_s for batch in (batches[0], batches[-1])]
-            packed.append(Rows("carpool_batches", BATCH_COLUMNS, pack_batches(batches, offset_s), times, batches[0].id))
-        return packed
-
-    async def write(self, packed: Sequence[list[Rows]]) -> None:
+    async def write(self, requests: Sequence[RequestRow], batches: Sequence[BatchRow]) -> None:
         """Keep these, all or none."""
-        await self._do(lambda connection: self._write(connection, [rows for some in packed for rows in some]))
+        await self._do(lambda connection: self._write(connection, requests, batches))
 
     async def tidy(self, now: float) -> None:
         """Have a place for rows of these days, and drop the days that are too old."""
@@ -141,26 +102,18 @@ class PostgresStore:
         async def work(connection: "asyncpg.Connection") -> None:
             today = int(now // DAY_S)
             for table in TABLES:
-                await self._make_days(connection, table, {today - 1, today, today + 1})
                 await self._drop_days(connection, table, now - self._retention_s)
+                await self._make_days(connection, table, {today - 1, today, today + 1})
 
         await self._do(work)
 
-    async def find(self, request_id: str) -> RequestRecord | None:
-        """The last request with this id."""
-        found = await self._ask(find_statement(request_id))
-        return record_of(found[0]) if found else None
-
-    async def requests(self, question: RequestQuestion) -> list[RequestRecord]:
-        """Requests, the newest first."""
-        return [record_of(row) for row in await self._ask(requests_statement(question))]
-
-    async def usage(self, question: UsageQuestion) -> list[UsageRecord]:
-        """Sums of requests, tokens and GPU seconds."""
-        return [usage_of(row) for row in await self._ask(usage_statement(question))]
+    async def ask(self, statement: str, *values: Any) -> list[Any]:
+        """The rows that a statement finds."""
+        return await self._do(lambda connection: connection.fetch(statement, *values))
 
     async def close(self) -> None:
         """Leave."""
+        self._days.clear()
         if self._connection is not None:
             self._connection.terminate()
             self._connection = None
@@ -178,21 +131,19 @@ class PostgresStore:
                     if is_checked:
                         await self._check(self._connection)
                 return await work(self._connection)
-            except StoreUnusableError:
-                await self.close()
-                raise
-            except (
-                asyncpg.DataError,
-                asyncpg.ProgramLimitExceededError,  # a text that is too long for an index
-                asyncpg.IntegrityConstraintViolationError,  # a value is missing, or the day of a row
-            ) as error:
-                self._days.clear()
-                raise BadRowsError(type(error).__name__) from None
-            except (asyncpg.PostgresError, asyncpg.InterfaceError, OSError, TimeoutError) as error:
-                await self.close()
-                raise StoreAwayError(str(error) or type(error).__name__) from None
-            except BaseException:  # cancelled in the middle of something
-                await self.close()
+            except BaseException as error:
+                await self.close()  # it may have been in the middle of something
+                bad_rows = (
+                    asyncpg.DataError,
+                    asyncpg.ProgramLimitExceededError,  # a text that is too long for an index
+                    asyncpg.IntegrityConstraintViolationError,  # a value is missing, or the day of a row
+                    OverflowError,  # these two are asyncpg's own, of values that it cannot encode
+                    UnicodeError,
+                )
+                if isinstance(error, bad_rows):
+                    raise BadRowsError(type(error).__name__) from None
+                if isinstance(error, (asyncpg.PostgresError, asyncpg.InterfaceError, OSError, TimeoutError)):
+                    raise StoreAwayError(str(error) or type(error).__name__) from None
                 raise
 
     async def _connect(self) -> "asyncpg.Connection":
@@ -225,10 +176,6 @@ class PostgresStore:
             return None
         version: int | None = await connection.fetchval(f"SELECT max(version) FROM {VERSION_TABLE}")
         return version
-
-    async def _ask(self, statement: Statement) -> list[Any]:
-        text, values = statement
-        return await self._do(lambda connection: connection.fetch(text, *values))
 
     # Tables.
 
@@ -273,59 +220,43 @@ class PostgresStore:
                 async with connection.transaction():
                     await connection.execute(LOCK_TIMEOUT)
                     await connection.execute(f"DROP TABLE IF EXISTS {name}")
-        self._days = {each for each in self._days if day_table(*each) >= too_old or each[0] != table}
+        self._days.clear()
 
     # Rows.
 
-    async def _write(self, connection: "asyncpg.Connection", packed: list[Rows]) -> None:
-        if self._in_doubt == packed[0] and await self._has(connection, packed[0]):
-            self._in_doubt = None
-            return
-        self._in_doubt = None
-        for rows in packed:
-            await self._make_days(connection, rows.table, {int(time // DAY_S) for time in rows.times})
-        async with connection.transaction():
-            for table in TABLES:
-                if own := [rows for rows in packed if rows.table == table]:
-                    source = around(rows.data for rows in own)
-                    await connection.copy_to_table(table, source=source, columns=own[0].columns, format="binary")
-            if task_ids := [task_id for rows in packed for task_id in rows.task_ids]:
-                await self._remove_first_ends(connection, task_ids, [time for rows in packed for time in rows.times])
-            self._in_doubt = packed[0]
-        self._in_doubt = None
-
-    async def _remove_first_ends(
-        self, connection: "asyncpg.Connection", task_ids: list[str], times: Iterable[float]
+    async def _write(
+        self, connection: "asyncpg.Connection", requests: Sequence[RequestRow], batches: Sequence[BatchRow]
     ) -> None:
-        """Rule 5, for tasks that were just written. Each is looked up in the index of its day, and of the day before: a
-        new day has no statistics, without which PostgreSQL would look through all of it.
-        """
-        days = {int(time // DAY_S) - before for time in times for before in (0, 1)}
-        tables = [day_table(*each) for each in self._days if each[0] == "carpool_requests" and each[1] in days]
-        ends = " UNION ALL ".join(f"SELECT FROM {table} WHERE id = ended.id AND is_task" for table in tables)
-        await connection.execute("SET LOCAL enable_seqscan = off")
-        again = f"({ends} LIMIT 1 OFFSET 1) AS again"
-        text = f"SELECT ended.id FROM unnest($1::text[]) AS ended(id) CROSS JOIN LATERAL {again}"
-        found = await connection.fetch(text, task_ids)
-        if found:
-            await connection.execute(REMOVE_FIRST_ENDS, [task_id for (task_id,) in found])
+        was_in_doubt, self._in_doubt = self._in_doubt == (requests, batches), None
+        if was_in_doubt and await self._has(connection, requests, batches):
+            return
+        for table, rows in zip(TABLES, (requests, batches), strict=True):
+            await self._make_days(connection, table, {getattr(row, TABLES[table]) // DAY_US for row in rows})
+        async with connection.transaction():
+            await copy_rows(connection, "carpool_requests", RequestRow._fields, requests)
+            await copy_rows(connection, "carpool_batches", BatchRow._fields, batches)
+            if task_ids := [row.id for row in requests if row.is_task]:
+                day_before = min(row.completed_at for row in requests) // DAY_US * DAY_US - DAY_US
+                await connection.execute(BY_INDEX)
+                await connection.execute(REMOVE_FIRST_ENDS, task_ids, day_before)
+            self._in_doubt = requests, batches
+        self._in_doubt = None
 
-    async def _has(self, connection: "asyncpg.Connection", rows: Rows) -> bool:
-        """Whether the first of these is there."""
-        text = f"SELECT EXISTS (SELECT FROM {rows.table} WHERE id = $1 AND {TABLES[rows.table]} = $2)"
-        return bool(await connection.fetchval(text, rows.first_id, int(rows.times[0] * 1e6)))
-
-
-async def around(data: Iterable[bytes]) -> AsyncIterator[bytes]:
-    """A whole COPY. (What asyncpg takes for a source without asking a thread to read it.)"""
-    yield HEADER
-    for each in data:
-        yield each
-    yield TRAILER
+    async def _has(
+        self, connection: "asyncpg.Connection", requests: Sequence[RequestRow], batches: Sequence[BatchRow]
+    ) -> bool:
+        """Whether the last of these is there: an earlier one may be the first end of a task."""
+        table, row = ("carpool_requests", requests[-1]) if requests else ("carpool_batches", batches[-1])
+        text = f"SELECT EXISTS (SELECT FROM {table} WHERE id = $1 AND {TABLES[table]} = $2)"
+        return bool(await connection.fetchval(text, row.id, getattr(row, TABLES[table])))
 
 
-async def _nothing(connection: "asyncpg.Connection") -> None:
-    """Do nothing: `open` only connects and checks the tables."""
+async def copy_rows(
+    connection: "asyncpg.Connection", table: str, columns: Sequence[str], rows: Sequence[RequestRow | BatchRow]
+) -> None:
+    """Copy rows to a table, some at a time."""
+    for first in range(0, len(rows), CHUNK):
+        await connection.copy_records_to_table(table, records=rows[first : first + CHUNK], columns=columns)
 
 
 def _to_timestamp(microseconds: int) -> tuple[int]:

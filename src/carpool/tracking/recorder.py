@@ -1,9 +1,8 @@
 """Records requests and batches at their end: a subscriber to events, and a task that writes rows to the store.
 
-1. At an event the recorder only appends to a list. It never reads what inputs and outputs hold.
+1. At an event the recorder only appends rows to a list. It never reads what inputs and outputs hold.
 2. The list is bounded: a store that is slow or dead costs rows, which are counted, never a request.
-3. Rows are made and written some at a time, so that the event loop is never kept for long; rows that the store did not
-   take are tried again, after a pause.
+3. Rows are written some at a time; rows that the store did not take are tried again, after a pause.
 4. If a write has bad rows, all its rows are cleaned and tried again, then in halves, and halves of these: a row that
    cannot be written at all is dropped alone, and counted.
 5. At the end the rest is written within a bound. What is left then is counted as dropped.
@@ -18,18 +17,18 @@ from carpool.core.batch import Batch
 from carpool.core.clock import Clock, monotonic
 from carpool.core.errors import CarpoolError
 from carpool.core.events import Subscriber
-from carpool.core.outcome import NO_CALL, CallFacts, Outcome, Output
+from carpool.core.outcome import NO_CALL, Outcome, Output
 from carpool.core.request import Request, facts_of_failure
-from carpool.tracking.records import OK, RecordFields, clean_batch, clean_entry
-from carpool.tracking.stores import BadRowsError, Packed, Store, StoreAwayError, StoreUnusableError
+from carpool.core.timers import wait_for
+from carpool.tracking.records import BatchRow, RequestRow, batch_row, clean, request_row
+from carpool.tracking.stores import BadRowsError, Store, StoreAwayError, StoreUnusableError
 
 logger = logging.getLogger("carpool.tracking")
 
 # A row waits so long for others at most; a process that is killed loses no more than that.
 WRITE_EVERY_S = 0.25
-# Rows that are made at once, less than a millisecond of the event loop; and how many times that is one write.
-CHUNK = 500
-CHUNKS_A_WRITE = 8
+# Rows of each kind in one write.
+WRITTEN_AT_ONCE = 4000
 TIDY_EVERY_S = 600.0
 RETRY_S, RETRY_S_MAX = 0.5, 5.0
 CLOSE_S_MAX = 5.0
@@ -52,11 +51,11 @@ class Recorder(Subscriber):
         self._buffer_max = buffer_max
         self._clock = clock
         self._wall = wall
-        self._requests: list[RecordFields] = []
-        self._batches: list[Batch] = []
-        # The rows that are written next, and how many: they wait in the lists until the store has them. Rows that it
-        # did not take, or may not have taken, are given to it once more, the same.
-        self._next: tuple[list[Packed], int, int] | None = None
+        self._requests: list[RequestRow] = []
+        self._batches: list[BatchRow] = []
+        # How many of the oldest, which wait in the lists until the store has them, it was given and did not take, or
+        # may not have taken: it gets the same once more.
+        self._given: tuple[int, int] | None = None
         self._writer: asyncio.Task[None] | None = None
         self._is_closing = asyncio.Event()
         self._is_failing = False
@@ -74,63 +73,35 @@ class Recorder(Subscriber):
 
     def ended(self, batch: Batch, requests: Sequence[Request]) -> None:
         """A batch is over."""
-        if len(self._batches) >= self._buffer_max:
-            self.dropped["batch"] += 1
-        else:
-            self._batches.append(batch)
+        self._batches.append(batch_row(batch, self._offset_s()))
+        self._keep_the_bound("batch", self._batches)
 
     def settled(self, request: Request, outcome: Outcome) -> None:
         """A request has its outcome."""
-        entries = self._requests
-        if len(entries) >= self._buffer_max:
-            self.dropped["request"] += 1
-            return
-        call: CallFacts
         if isinstance(outcome, CarpoolError):
-            code, tokens, call = outcome.code, None, facts_of_failure(request) or NO_CALL
+            error, tokens, call = outcome.code, None, facts_of_failure(request) or NO_CALL
         else:
-            code, tokens, call = OK, outcome.tokens_used, outcome.call
-        entries.append(
-            (
-                request.id,
-                request.owner,
-                request.tier,
-                request.model,
-                code,
-                request.arrived,
-                request.taken,
-                request.ended,
-                request.is_task,
-                call,
-                tokens,
-            )
-        )
+            error, tokens, call = None, outcome.tokens_used, outcome.call
+        self._requests.append(request_row(request, error, call, tokens, self._tiers, self._offset_s()))
+        self._keep_the_bound("request", self._requests)
 
     def all_settled(self, requests: Sequence[Request], outputs: Sequence[Output]) -> None:
         """Requests have their outputs: `settled` for many. Shared requests are no client's own."""
-        entries = self._requests
-        if len(entries) + len(requests) > self._buffer_max:
-            for request, output in zip(requests, outputs, strict=True):
-                if not request.is_shared:
-                    self.settled(request, output)
-            return
-        entries += [
-            (
-                request.id,
-                request.owner,
-                request.tier,
-                request.model,
-                OK,
-                request.arrived,
-                request.taken,
-                request.ended,
-                request.is_task,
-                output.call,
-                output.tokens_used,
-            )
+        tiers, offset_s = self._tiers, self._offset_s()
+        self._requests += [
+            request_row(request, None, output.call, output.tokens_used, tiers, offset_s)
             for request, output in zip(requests, outputs, strict=True)
             if not request.is_shared
         ]
+        self._keep_the_bound("request", self._requests)
+
+    def _offset_s(self) -> float:
+        return self._wall() - self._clock()
+
+    def _keep_the_bound(self, kind: str, rows: list[RequestRow] | list[BatchRow]) -> None:
+        if len(rows) > self._buffer_max:
+            self.dropped[kind] += len(rows) - self._buffer_max
+            del rows[self._buffer_max :]
 
     # Writing.
 
@@ -168,90 +139,55 @@ class Recorder(Subscriber):
                     await self.store.tidy(self._wall())
                 await self._write_all()
                 pause_s = RETRY_S
-                await self._rest(WRITE_EVERY_S)
-            except (StoreAwayError, StoreUnusableError) as failure:
-                self._note_failure(failure)
-                await self._rest(pause_s)
+                await wait_for(self._is_closing, WRITE_EVERY_S)
+            except Exception as failure:  # a defect must not end it either: nothing would be written any more
+                if isinstance(failure, StoreAwayError | StoreUnusableError):
+                    self._note_failure(failure)
+                else:
+                    logger.exception("tracking failed; it goes on")
+                    self._given = None
+                await wait_for(self._is_closing, pause_s)
                 pause_s = min(2 * pause_s, RETRY_S_MAX)
-            except Exception:  # a defect must not end it: nothing would be written any more
-                logger.exception("tracking failed; it goes on")
-                self._next = None
-                await self._rest(pause_s)
-                pause_s = min(2 * pause_s, RETRY_S_MAX)
-
-    async def _rest(self, seconds: float) -> None:
-        """Pause, but not when it is time to leave."""
-        try:
-            async with asyncio.timeout(seconds):
-                await self._is_closing.wait()
-        except TimeoutError:
-            pass
 
     async def _write_all(self) -> None:
         """Write what waits now, in parts."""
         while self.waiting:
-            requests, batches = min(len(self._requests), CHUNK * CHUNKS_A_WRITE), min(len(self._batches), CHUNK)
-            try:
-                self._next = self._next or (await self._make_next(requests, batches), requests, batches)
-                packed, requests, batches = self._next
-                await self.store.write(packed)
-            except BadRowsError as fault:
-                await self._write_apart(requests, batches, fault)
-            else:
-                self._forget(requests, batches)
-                self.written["request"] += requests
-                self.written["batch"] += batches
+            waiting = min(len(self._requests), WRITTEN_AT_ONCE), min(len(self._batches), WRITTEN_AT_ONCE)
+            given = self._given or waiting
+            await self._write_oldest(*given)
             if self._is_failing:
                 self._is_failing = False
                 logger.warning("tracking goes on; rows dropped so far: %d", sum(self.dropped.values()))
-            if requests < CHUNK * CHUNKS_A_WRITE and batches < CHUNK:
+            if given == waiting and max(waiting) < WRITTEN_AT_ONCE:
                 return
 
-    async def _make_next(self, requests: int, batches: int) -> list[Packed]:
-        """Rows of so many of the oldest; raises BadRowsError."""
-        offset_s = self._wall() - self._clock()
-        packed = [self._pack([], self._batches[:batches], offset_s)] if batches else []
-        for first in range(0, requests, CHUNK):
-            await asyncio.sleep(0)  # other work of the event loop first
-            packed.append(self._pack(self._requests[first : min(first + CHUNK, requests)], [], offset_s))
-        return packed
-
-    def _pack(self, requests: Sequence[RecordFields], batches: Sequence[Batch], offset_s: float) -> Packed:
+    async def _write_oldest(self, requests: int, batches: int, *, is_clean: bool = False) -> None:
+        """Write so many of the oldest (rule 4)."""
+        self._given = requests, batches
         try:
-            return self.store.pack(requests, batches, offset_s, self._tiers)
-        except Exception as fault:  # whatever is wrong with one of the rows
-            raise BadRowsError(f"{type(fault).__name__} while rows were made") from None
-
-    async def _write_apart(self, requests: int, batches: int, fault: BadRowsError) -> None:
-        """Rule 4, for so many of the oldest."""
-        self._next = None
-        dropped = sum(self.dropped.values())
-        self._requests[:requests] = map(clean_entry, self._requests[:requests])
-        self._batches[:batches] = map(clean_batch, self._batches[:batches])
-        for row, left in (("request", requests), ("batch", batches)):
-            size = left
-            while left:
-                size = min(size, left)
-                some = (size, 0) if row == "request" else (0, size)
-                try:
-                    await self.store.write(await self._make_next(*some))
-                    self.written[row] += size
-                    self._forget(*some)
-                except BadRowsError as again:
-                    if size > 1:
-                        size //= 2
-                        continue
-                    fault = again
-                    self._drop(*some)
-                left -= size
-                size *= 2
-        dropped = sum(self.dropped.values()) - dropped
-        logger.error("rows could not be written as they were (%s); so many were dropped: %d", fault, dropped)
+            await self.store.write(self._requests[:requests], self._batches[:batches])
+        except BadRowsError as fault:
+            if not is_clean:
+                dropped = sum(self.dropped.values())
+                self._requests[:requests] = map(clean, self._requests[:requests])
+                self._batches[:batches] = map(clean, self._batches[:batches])
+                await self._write_oldest(requests, batches, is_clean=True)
+                dropped = sum(self.dropped.values()) - dropped
+                logger.error("rows could not be written as they were (%s); so many were dropped: %d", fault, dropped)
+            elif requests + batches > 1:
+                await self._write_oldest(requests // 2, batches - batches // 2, is_clean=True)
+                await self._write_oldest(requests - requests // 2, batches // 2, is_clean=True)
+            else:
+                self._drop(requests, batches)
+        else:
+            self._forget(requests, batches)
+            self.written["request"] += requests
+            self.written["batch"] += batches
 
     def _forget(self, requests: int, batches: int) -> None:
         """So many of the oldest wait no more."""
         del self._requests[:requests], self._batches[:batches]
-        self._next = None
+        self._given = None
 
     def _drop(self, requests: int, batches: int) -> None:
         """Give up the oldest."""

@@ -12,28 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
-from carpool.core.batch import Batch
-from carpool.tracking.questions import (
-    RequestQuestion,
-    Statement,
-    UsageQuestion,
-    find_statement,
-    microseconds,
-    requests_statement,
-    usage_statement,
-)
-from carpool.tracking.records import (
-    BatchRow,
-    RecordFields,
-    RequestRecord,
-    RequestRow,
-    UsageRecord,
-    batch_rows,
-    record_of,
-    request_rows,
-    usage_of,
-)
-from carpool.tracking.stores import BadRowsError, StoreAwayError, StoreUnusableError
+from carpool.tracking.records import BatchRow, RequestRow, microseconds
+from carpool.tracking.stores import BadRowsError, Store, StoreAwayError, StoreUnusableError
 
 # Each brings a file to the next version; never changed, only added to.
 MIGRATIONS = (
@@ -76,10 +56,9 @@ SHARE_REMOVED = 0.1
 DAY_S = 86400.0
 
 T = TypeVar("T")
-Rows = tuple[Sequence[RequestRow], Sequence[BatchRow]]
 
 
-class SqliteStore:
+class SqliteStore(Store):
     """A file (tracking.stores.Store)."""
 
     def __init__(self, path: Path, *, retention_days: float, bytes_max: int) -> None:
@@ -98,15 +77,9 @@ class SqliteStore:
         await self._do(self._connected)
         return f"{self._path} is ready"
 
-    def pack(
-        self, requests: Sequence[RecordFields], batches: Sequence[Batch], offset_s: float, tiers: Sequence[str]
-    ) -> Rows:
-        """Their rows."""
-        return request_rows(requests, offset_s, tiers), batch_rows(batches, offset_s)
-
-    async def write(self, packed: Sequence[Rows]) -> None:
+    async def write(self, requests: Sequence[RequestRow], batches: Sequence[BatchRow]) -> None:
         """Keep these, all or none."""
-        await self._do(lambda: self._write(packed))
+        await self._do(lambda: self._write(requests, batches))
 
     async def tidy(self, now: float) -> None:
         """Remove rows that are too old, or too many for the file."""
@@ -116,18 +89,9 @@ class SqliteStore:
         while await self._do(self._remove_oldest):
             pass
 
-    async def find(self, request_id: str) -> RequestRecord | None:
-        """The last request with this id."""
-        found = await self._ask(find_statement(request_id))
-        return record_of(found[0]) if found else None
-
-    async def requests(self, question: RequestQuestion) -> list[RequestRecord]:
-        """Requests, the newest first."""
-        return [record_of(row) for row in await self._ask(requests_statement(question))]
-
-    async def usage(self, question: UsageQuestion) -> list[UsageRecord]:
-        """Sums of requests, tokens and GPU seconds."""
-        return [usage_of(row) for row in await self._ask(usage_statement(question))]
+    async def ask(self, statement: str, *values: Any) -> list[tuple[Any, ...]]:
+        """The rows that a statement finds."""
+        return await self._do(lambda: self._connected().execute(statement.replace("$", "?"), values).fetchall())
 
     async def close(self) -> None:
         """Close the file."""
@@ -136,10 +100,6 @@ class SqliteStore:
 
     async def _do(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: translated(work))
-
-    async def _ask(self, statement: Statement) -> list[tuple[Any, ...]]:
-        text, values = statement
-        return await self._do(lambda: self._connected().execute(text.replace("$", "?"), values).fetchall())
 
     # The thread's own.
 
@@ -157,17 +117,16 @@ class SqliteStore:
             self._connection = connection
         return self._connection
 
-    def _write(self, packed: Sequence[Rows]) -> None:
+    def _write(self, requests: Sequence[RequestRow], batches: Sequence[BatchRow]) -> None:
         connection = self._connected()
         while self._remove_oldest():  # first: what fails here is tried again, and nothing was written twice
             pass
         connection.execute("BEGIN IMMEDIATE")
         try:
-            for requests, batches in packed:
-                insert(connection, "carpool_requests", RequestRow._fields, requests)
-                insert(connection, "carpool_batches", BatchRow._fields, batches)
-                if tasks := [row.id for row in requests if row.is_task]:
-                    connection.execute(REMOVE_FIRST_ENDS, (json.dumps(tasks),))
+            insert(connection, "carpool_requests", RequestRow._fields, requests)
+            insert(connection, "carpool_batches", BatchRow._fields, batches)
+            if tasks := [row.id for row in requests if row.is_task]:
+                connection.execute(REMOVE_FIRST_ENDS, (json.dumps(tasks),))
             connection.execute("COMMIT")
         except BaseException:
             connection.rollback()  # nothing, where SQLite has done that itself (a full disk): its own error counts

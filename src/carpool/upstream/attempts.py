@@ -28,7 +28,6 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from carpool.core.batch import Batch
 from carpool.core.clock import STOOD_STILL_S, Clock, monotonic
 from carpool.core.errors import (
     CarpoolError,
@@ -489,7 +488,7 @@ class Attempts:
             gpu_s=seconds / max(1, sum(request.phase != DONE for request in members)),
             reason="" if batch is None else batch.reason,
             search_s=searched_since(members[0], started) if is_search else 0.0,
-            is_traced=traced is not None and is_kept(batch),
+            is_traced=batch is not None and batch.is_traced,
         )
         outputs = outputs_of(parts, facts)
         outputs = outputs if places is None else [outputs[place] for place in places]
@@ -567,11 +566,6 @@ class Attempts:
         """Seconds until the last deadline of those that still wait."""
         latest = max((request.deadline for request in members if request.phase != DONE), default=0.0)
         return latest - self._clock()
-
-
-def is_kept(batch: Batch | None) -> bool:
-    """Whether it is known already that the span of a batch is kept."""
-    return batch is not None and batch.trace is not None and bool(batch.trace.links)
 
 
 def outputs_of(parts: Sequence[Decoded], facts: CallFacts) -> list[Output]:

@@ -375,7 +375,7 @@ def task_json(task: StoredTask) -> bytes:
 
 
 def with_trace(options: RequestOptions, trace: Trace) -> RequestOptions:
-    """What a client wishes, for a request that has a trace already."""
+    """What a client wishes, for a request whose trace is kept."""
     return RequestOptions(None, False, False, trace) if options is NO_OPTIONS else replace(options, trace=trace)
 
 

@@ -35,7 +35,7 @@ def values_of(requests: Iterable[Request], now: float, now_ms: int) -> list[tupl
 def record_of(request: Request, remaining_ms: int, now_ms: int) -> bytes:
     """What the value of its entry begins with."""
     more = b""
-    if request.trace is not None and request.trace.is_sampled:
+    if request.trace is not None:
         result_key = request.result_key if request.is_task else None
         more = encode_more(request.client_id, result_key or b"", text_of(request.trace))
     elif request.is_task and (request.client_id or request.result_key):
