@@ -135,7 +135,7 @@ def raise_file_limit(connections: int) -> None:
 
 def default_connections(segments: list[Segment]) -> int:
     """Enough for answers that take half a second at the highest rate, within the file limit."""
-    peak = max(segment.rate for segment in segments)
+    peak = max((segment.rate for segment in segments), default=0.0)
     wanted = min(max(int(peak * COMMON_LATENCY_S_MAX), CONNECTIONS_MIN), CONNECTIONS_MAX)
     return max(1, min(wanted, _files(resource.getrlimit(resource.RLIMIT_NOFILE)[1]) - SPARE_FILES))
 

@@ -21,21 +21,30 @@ from carpool.core.errors import Malformed
 from carpool.core.ports import Caller
 from carpool.face.http.exchange import Exchange
 from carpool.settings.schema import TierSettings
-from carpool.tools.demo.load import LoadOrder, LoadPart
+from carpool.tools.bench.run import BenchOptions, default_connections
+from carpool.tools.bench.schedule import Segment
+from carpool.tools.bench.tiers import TierLoad
 
 logger = logging.getLogger("carpool")
 
 POLICIES: tuple[PolicyName, ...] = ("adaptive", "fixed", "pid")
-# The share of the load that each tier has, the highest first; what is left is the lowest one's.
-SHARES = (0.1, 0.3)
 # A flood is so many times what the GPUs can serve, but no more than this machine can send.
 FLOOD_TIMES, FLOOD_RPS_MAX = 1.2, 5000.0
 RATE_MAX = 20_000
 # The load must be unchanged for so long before it is compared; and a comparison may take so long.
 STILL_S, COMPARE_S_MAX = 0.4, 60.0
 LOOK_S = 0.2
+PAYLOAD_BYTES = 200
+# A load goes on for so long.
+FOREVER_S = 30 * 24 * 3600.0
 # So many good inputs come with a poisonous one.
 BESIDE_POISON = 15
+
+
+def tier_shares(count: int) -> list[float]:
+    """The share of the load that each of so many tiers has, the highest first: the lower, the more (0.1, 0.3, 0.6)."""
+    weights = [number * (number + 1) for number in range(1, count + 1)]
+    return [weight / sum(weights) for weight in weights]
 
 
 class PanelChange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -164,18 +173,23 @@ class DemoPanel:
 
     async def _order(self) -> None:
         tiers = self._process.runtime.settings.tiers
-        shares = [*SHARES, 1.0][: len(tiers) - 1]
-        shares.append(max(0.0, 1.0 - sum(shares)))
-        rates = [self._rate * share for share in shares]
+        rates = [self._rate * share for share in tier_shares(len(tiers))]
         rates[-1] += self._flood_rps() if self._is_flooded else 0.0
-        parts = [LoadPart(tier.name, rate, key) for tier, rate, key in zip(tiers, rates, self._keys, strict=True)]
+        segments = [Segment(sum(rates), FOREVER_S)] if any(rates) else []
+        options = BenchOptions(
+            url=self._url(),
+            segments=segments,
+            connections=default_connections(segments),
+            payload_bytes=PAYLOAD_BYTES,
+            tiers=[TierLoad(tier.name, rate, key) for tier, rate, key in zip(tiers, rates, self._keys, strict=True)],
+        )
         async with self._starting:
             if self._load is None:
                 self._load = await asyncio.create_subprocess_exec(
                     sys.executable, "-m", "carpool", "demo-load", stdin=asyncio.subprocess.PIPE, start_new_session=True
                 )
         if self._load.stdin is not None:
-            self._load.stdin.write(msgspec.json.encode(LoadOrder(self._url(), parts)) + b"\n")
+            self._load.stdin.write(msgspec.json.encode(options) + b"\n")
 
     def _end_load_in_a_drain(self) -> None:
         """End the load at a drain, which would wait for it."""
