@@ -6,7 +6,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    import asyncio
-
     from carpool.settings import Settings
     from carpool.tools.sim_gpu import GpuFleet
     from carpool.upstream.simulated import SimulationSettings
@@ -106,20 +104,8 @@ async def _serve_until_told(
         loop.add_signal_handler(number, told.set)
     fleet = await serve_gpus(settings, host, port, workers, track=track)
     if leave_with_stdin:
-        stdin = sys.stdin.fileno()
-        orders: asyncio.Queue[bytes] = asyncio.Queue()
-
-        def stdin_readable() -> None:
-            if line := os.read(stdin, 4096):
-                orders.put_nowait(line)
-            else:
-                loop.remove_reader(stdin)
-                told.set()
-
-        loop.add_reader(stdin, stdin_readable)
-        obeying = loop.create_task(_obey(fleet, host, orders))
-        told_of_end = asyncio.create_task(told.wait())
-        told_of_end.add_done_callback(lambda _: obeying.cancel())
+        obeying = asyncio.create_task(_obey(fleet, host))
+        obeying.add_done_callback(lambda _: told.set())
     first, last = fleet.ports[0], fleet.ports[-1]
     ports = str(first) if first == last else f"{first}-{last}"
     base = f"http://[{host}]" if ":" in host else f"http://{host}"
@@ -129,14 +115,16 @@ async def _serve_until_told(
     await fleet.close()
 
 
-async def _obey(fleet: "GpuFleet", host: str, orders: "asyncio.Queue[bytes]") -> None:
-    """Do what the demo says: `kill 3`, `revive 3`, a line each."""
-    while True:
-        for line in (await orders.get()).split(b"\n"):
-            match line.split():
-                case [b"kill", number]:
-                    fleet.kill(host, int(number))
-                case [b"revive", number]:
+async def _obey(fleet: "GpuFleet", host: str) -> None:
+    """Do what the demo says, `kill 3` or `revive 3` a line, until stdin ends."""
+    from carpool.tools.demo import stdin_lines
+
+    async for line in stdin_lines():
+        match line.split():
+            case [b"kill", number]:
+                fleet.kill(host, int(number))
+            case [b"revive", number]:
+                with suppress(OSError):  # another program has the port meanwhile; one can ask again
                     await fleet.revive(host, int(number))
 
 

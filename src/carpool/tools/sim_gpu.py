@@ -44,8 +44,6 @@ LIMITS = HttpLimits(
     # Longer than any client keeps its pooled connections: a close must not race with a call.
     idle_timeout_s=3600.0,
 )
-# Port 0 picks a free port; the ones after it may be taken, so try elsewhere.
-FREE_RANGE_TRIES = 20
 
 _TENSOR_PATH = re.compile(rb"/v2/models/([^/]+)(?:/versions/[^/]+)?/infer")
 _PAGES = frozenset((b"/stats", b"/health", b"/v2/health/live", b"/v2/health/ready"))
@@ -222,13 +220,6 @@ async def serve_gpus(
     settings: SimulationSettings, host: str, port: int, workers: int, *, track: bool = True
 ) -> GpuFleet:
     """Start GPUs on `workers` consecutive ports; port 0 picks a free range. Raises CannotListenError."""
-    tries_left = FREE_RANGE_TRIES if port == 0 else 1
-    while True:
-        fleet = GpuFleet(settings, workers, track=track)
-        try:
-            await fleet.start(host, port)
-            return fleet
-        except CannotListenError:
-            tries_left -= 1
-            if not tries_left:
-                raise
+    fleet = GpuFleet(settings, workers, track=track)
+    await fleet.start(host, port)
+    return fleet

@@ -4,12 +4,12 @@ Each line is `BenchOptions` in JSON: from then on it sends that, or nothing wher
 """
 
 import asyncio
-import sys
 
 import msgspec
 
 from carpool.tools.bench.generator import LoadGenerator
 from carpool.tools.bench.run import BenchOptions, make_load, raise_file_limit, resolve
+from carpool.tools.demo import stdin_lines
 
 
 class DemoLoad:
@@ -46,9 +46,6 @@ class DemoLoad:
 
 async def send_as_told() -> None:
     """Send what stdin says, until it ends."""
-    loop = asyncio.get_running_loop()
-    reader = asyncio.StreamReader()
-    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     load = DemoLoad()
-    while line := await reader.readline():
+    async for line in stdin_lines():
         load.order(msgspec.json.decode(line, type=BenchOptions))
