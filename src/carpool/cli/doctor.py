@@ -33,7 +33,7 @@ Exit status: 0 all is well (there may be warnings), 1 something is wrong, 2 the 
 """
 # Of the endpoints or servers that a line is about.
 NAMED_MAX = 4
-_STYLES = {"ok": "green", "warning": "yellow", "problem": "bold red"}
+_COLOURS = {"ok": "green", "warning": "yellow", "problem": "red"}
 
 
 def doctor(
@@ -179,30 +179,13 @@ def _print_changes(changes: Mapping[str, Any]) -> None:
 
 
 def _print_lines(findings: "Sequence[Finding]") -> None:
-    """A table for people at a terminal, else one plain line for each finding."""
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    console = Console()
-    if not console.is_terminal:
-        for finding in findings:
-            do = f" -> {finding.do}" if finding.do else ""
-            typer.echo(f"{finding.level}: {_titled(finding)}: {finding.says}{do}")
-            if finding.heard:
-                typer.echo(f"    it said: {finding.heard}")
-        return
-    table = Table(show_header=False, box=None)
+    """A line for each finding, in colours at a terminal; below it what the API said, if anything."""
     for finding in findings:
-        words = Text(finding.says)
-        if finding.do:
-            words.append(f"\n→ {finding.do}", style="italic")
+        do = f" -> {finding.do}" if finding.do else ""
+        level = typer.style(finding.level, fg=_COLOURS[finding.level], bold=finding.level == "problem")
+        typer.echo(f"{level}: {_titled(finding)}: {finding.says}{do}")
         if finding.heard:
-            words.append(f"\nit said: {finding.heard}", style="dim")
-        table.add_row(Text(finding.level, style=_STYLES[finding.level]), Text(_titled(finding)), words)
-    console.print(table)
-    counts = {level: sum(finding.level == level for finding in findings) for level in ("problem", "warning")}
-    typer.echo(", ".join(f"{number} {level}{'' if number == 1 else 's'}" for level, number in counts.items()))
+            typer.echo(f"    it said: {finding.heard}")
 
 
 def _titled(finding: "Finding") -> str:

@@ -50,7 +50,6 @@ def sim_gpu(
         str, typer.Option(metavar="TEXT", help="A batch with an input containing TEXT gets 400 whole.")
     ] = "",
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same faults.", show_default=False)] = None,
-    track: Annotated[bool, typer.Option(help="Count inputs that come more than once.")] = True,
     leave_with_stdin: Annotated[
         bool, typer.Option("--leave-with-stdin", hidden=True, help="Exit when stdin ends.")
     ] = False,
@@ -83,7 +82,7 @@ def sim_gpu(
                 "seed": seed,
             }
         )
-        uvloop.run(_serve_until_told(settings, host, port, workers, track, leave_with_stdin))
+        uvloop.run(_serve_until_told(settings, host, port, workers, leave_with_stdin))
     except (ValueError, CannotListenError) as fault:
         typer.echo(f"carpool sim-gpu: {fault}", err=True)
         return EXIT_CANNOT_START
@@ -91,7 +90,7 @@ def sim_gpu(
 
 
 async def _serve_until_told(
-    settings: "SimulationSettings", host: str, port: int, workers: int, track: bool, leave_with_stdin: bool
+    settings: "SimulationSettings", host: str, port: int, workers: int, leave_with_stdin: bool
 ) -> None:
     import asyncio
     import signal
@@ -102,7 +101,7 @@ async def _serve_until_told(
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, told.set)
-    fleet = await serve_gpus(settings, host, port, workers, track=track)
+    fleet = await serve_gpus(settings, host, port, workers)
     if leave_with_stdin:
         obeying = asyncio.create_task(_obey(fleet, host))
         obeying.add_done_callback(lambda _: told.set())

@@ -85,7 +85,7 @@ class DemoPanel:
         self._is_flooded = False
         self._dead: set[int] = set()
         self._comparison: Any = None
-        self._comparing: asyncio.TimerHandle | None = None
+        self._comparing: asyncio.Task[None] | None = None
         self._load: asyncio.subprocess.Process | None = None
         self._starting = asyncio.Lock()
         self._process: Process
@@ -153,7 +153,7 @@ class DemoPanel:
             self._is_flooded = self._is_flooded if wish.flood is UNSET else wish.flood
             self._process.runtime.in_background(self._order())
         if wish.rate is not UNSET or wish.policy is not UNSET:
-            self._compare_soon()
+            self._compare_anew()
 
     def _policy_name(self) -> str:
         return type(self._loops[0].policy).__name__.lower() if self._loops else ""
@@ -219,25 +219,22 @@ class DemoPanel:
 
     # The comparison
 
-    def _compare_soon(self) -> None:
+    def _compare_anew(self) -> None:
         if self._comparing is not None:
             self._comparing.cancel()
-        self._comparison = None
+        self._comparison = self._comparing = None
         if self._rate:
-            loop = asyncio.get_running_loop()
-            self._comparing = loop.call_later(
-                STILL_S, lambda: self._process.runtime.in_background(self._compare(self._rate, self._policy_name()))
-            )
+            self._comparing = asyncio.get_running_loop().create_task(self._compare())
 
-    async def _compare(self, rate: float, policy: str) -> None:
-        told = f"{rate}", f"{self._gpus.count * self._gpus.slots}", f"{self._gpus.latency_ms}", policy
-        command = [sys.executable, "-m", "carpool", "demo-compare", *told]
+    async def _compare(self) -> None:
+        await asyncio.sleep(STILL_S)
+        told = self._rate, self._gpus.count * self._gpus.slots, self._gpus.latency_ms, self._policy_name()
+        command = [sys.executable, "-m", "carpool", "demo-compare", *map(str, told)]
         child = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE, start_new_session=True)
         try:
             async with asyncio.timeout(COMPARE_S_MAX):
                 output, _ = await child.communicate()
-            if (rate, policy) == (self._rate, self._policy_name()):
-                self._comparison = msgspec.json.decode(output)
+            self._comparison = msgspec.json.decode(output)
         except (TimeoutError, msgspec.DecodeError):
             logger.warning("the demo's comparison failed")
         finally:
@@ -248,6 +245,7 @@ class DemoPanel:
     async def _close(self) -> None:
         if self._comparing is not None:
             self._comparing.cancel()
+            await asyncio.wait([self._comparing])
         if self._load is not None and self._load.stdin is not None:
             self._load.stdin.close()
             await self._load.wait()
