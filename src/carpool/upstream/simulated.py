@@ -15,7 +15,6 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from math import isfinite
 from random import Random
 from typing import Annotated, Any, NamedTuple, Protocol
 from urllib.parse import parse_qsl
@@ -61,26 +60,24 @@ class SimulationSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _FAULTS = ("error", "hang", "reset", "short", "garbage")
-_FIELDS = {field.name: field for field in msgspec.structs.fields(SimulationSettings)}
 
 
 def simulation_settings(given: Mapping[str, Any]) -> SimulationSettings:
     """Settings from texts or values by name; raises ValueError with one line that names the key."""
-    values: dict[str, Any] = {}
-    for key, value in given.items():
-        if key not in _FIELDS:
-            raise ValueError(f"unknown key {key!r}; there are {', '.join(_FIELDS)}")
-        try:
-            values[key] = msgspec.convert(value, _FIELDS[key].type, strict=False)
-        except msgspec.ValidationError as failure:
-            wanted = str(failure).partition(", got")[0].replace("`", "")
-            raise ValueError(f"{key}={value} is not valid: {wanted[0].lower()}{wanted[1:]}") from None
-        if isinstance(values[key], float) and not isfinite(values[key]):
-            raise ValueError(f"{key}={value} is not valid: expected a finite number")
-    settings = SimulationSettings(**values)
-    rates = {key: values[key] for key in values if key.endswith("_rate") and values[key] > 0}
+    keys = SimulationSettings.__struct_fields__
+    for key in given:
+        if key not in keys:
+            raise ValueError(f"unknown key {key!r}; there are {', '.join(keys)}")
+    try:
+        settings = msgspec.convert(given, SimulationSettings, strict=False)
+    except msgspec.ValidationError as failure:
+        wanted, _, key = str(failure).replace("`", "").partition(" - at $.")
+        wanted = wanted.partition(", got")[0]
+        raise ValueError(f"{key}={given[key]} is not valid: {wanted[0].lower()}{wanted[1:]}") from None
+    rates = {f"{fault}_rate": getattr(settings, f"{fault}_rate") for fault in _FAULTS}
     if sum(rates.values()) > 1.0 + 1e-9:
-        raise ValueError(f"{' and '.join(rates)} together must not be over 1")
+        named = [name for name, rate in rates.items() if rate]
+        raise ValueError(f"{' and '.join(named)} together must not be over 1")
     return settings
 
 
