@@ -59,10 +59,6 @@ def doctor(
         Path | None,
         typer.Option(metavar="FILE", help="The configuration file; also CARPOOL_CONFIG (default carpool.toml)."),
     ] = None,
-    fix: Annotated[
-        bool,
-        typer.Option("--fix", help="Remove reply streams of gateways that are gone, and count again; nothing else."),
-    ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
 ) -> int:
     """Check the inference API, and the Redis between gateways and batchers, against the configuration.
@@ -70,7 +66,7 @@ def doctor(
     It makes calls of one input, of two, and of more to the API: path, TLS, credentials, names of fields, number of
     outputs, time, batch limit. Of Redis it looks at version, persistence, memory, replicas, and the queue.
 
-    Each line says what is so, what it means, and what to change. Nothing is changed without --fix.
+    Each line says what is so, what it means, and what to change. Nothing is changed.
     """
     flags = {"upstream.endpoints": upstream, "upstream.protocol": protocol, "model": model}
     flags = {path: value or None for path, value in flags.items()}
@@ -82,7 +78,7 @@ def doctor(
             "(or broker.url)"
         )
     with _progress() as say:
-        findings = asyncio.run(_examine(settings, given.encode(), mend=fix, say=say))
+        findings = asyncio.run(_examine(settings, given.encode(), say))
     changes = _changes(findings, flags)
     if json:
         _print_json(findings, changes)
@@ -102,7 +98,7 @@ def _check_input(text: str) -> None:
         raise typer.BadParameter(f"--input is not JSON: {fault}") from None
 
 
-async def _examine(settings: Settings, given: bytes, *, mend: bool, say: Callable[[str], None]) -> "list[Finding]":
+async def _examine(settings: Settings, given: bytes, say: Callable[[str], None]) -> "list[Finding]":
     # Here, so that the other commands do not pay for it.
     from carpool.tools.api_doctor import ApiDoctor
 
@@ -112,11 +108,11 @@ async def _examine(settings: Settings, given: bytes, *, mend: bool, say: Callabl
             findings += await ApiDoctor(settings, each, given, say).examine()
     if settings.broker.url:
         say("looking at Redis")
-        findings += await _examine_redis(settings, mend=mend)
+        findings += await _examine_redis(settings)
     return findings
 
 
-async def _examine_redis(settings: Settings, *, mend: bool) -> "list[Finding]":
+async def _examine_redis(settings: Settings) -> "list[Finding]":
     from carpool.broker.redis.keys import Keys
     from carpool.tools.doctor import Doctor
     from carpool.tools.doctor_checks import Wants
@@ -129,7 +125,7 @@ async def _examine_redis(settings: Settings, *, mend: bool) -> "list[Finding]":
         persistence=broker.persistence,
     )
     keys = Keys(broker.namespace, broker.shards)
-    return await Doctor(broker_address(broker), keys, wants).examine(mend=mend)
+    return await Doctor(broker_address(broker), keys, wants).examine()
 
 
 @contextmanager

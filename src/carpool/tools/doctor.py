@@ -1,10 +1,9 @@
 """The doctor: looks at a Redis that gateways and batchers use, and tells what is wrong with it.
 
-It asks every primary by itself, so that a server that hangs or refuses is named. It changes nothing without
-`mend`, and then only what no living process can miss: reply streams of gateways that are gone, and wrong counts.
+It asks every primary by itself, so that a server that hangs or refuses is named. It changes nothing: batchers count
+again, and what gateways leave behind expires.
 """
 
-import asyncio
 import time
 
 from redis.exceptions import NoPermissionError
@@ -24,7 +23,7 @@ from carpool.broker.redis.fleet.servers import (
 )
 from carpool.broker.redis.fleet.view import FleetView, read_view
 from carpool.broker.redis.keys import Keys, Shard
-from carpool.broker.redis.scripts import AUDIT, SWEEP
+from carpool.broker.redis.scripts import AUDIT
 from carpool.core.finding import Finding
 from carpool.tools.doctor_checks import (
     ReplyStream,
@@ -39,20 +38,13 @@ from carpool.tools.doctor_checks import (
     check_waiting,
     merged,
     node_findings,
-    orphans,
     parse_audit,
 )
 
 # A process whose heartbeat is older than this is gone.
 STALE_S = 1.5
-# Longer than between two heartbeats: a process that just started is in the registry by then.
-SECOND_LOOK_S = 1.5
 KEYS_AT_ONCE = 1000
 SCAN_S_MAX = 30.0
-PARTS_OF_A_SWEEP_MAX = 1000
-# So long ago that no consumer and no dead letter is old enough for the sweep to touch it.
-NEVER_MS = 10**13
-NO_BOUND = 10**15
 
 
 class Doctor:
@@ -63,16 +55,13 @@ class Doctor:
         self._keys = keys
         self._wants = wants
 
-    async def examine(self, *, mend: bool = False) -> list[Finding]:
-        """Every finding, in the order of the checks; with `mend`, what is found after mending."""
+    async def examine(self) -> list[Finding]:
+        """Every finding, in the order of the checks."""
         try:
             async with self._inspection.reach() as (deployment, found):
-                done = await self._mend(deployment) if mend else []
-                return [*found, *await self._look(deployment), *done]
+                return [*found, *await self._look(deployment)]
         except NoWayInError as failure:
             return [failure.finding]
-
-    # Looking
 
     async def _look(self, deployment: Deployment) -> list[Finding]:
         findings: list[Finding] = []
@@ -173,39 +162,6 @@ class Doctor:
                 found.replies.append(ReplyStream(name, gateway, ttl_s if ttl_s >= 0 else None))
         elif any(name.startswith(shard.stream(b"")) for shard in self._keys.shards):
             found.queues[name.decode(errors="replace")] = await server.ask("XLEN", name)
-
-    # Mending
-
-    async def _mend(self, deployment: Deployment) -> list[Finding]:
-        """Remove orphaned reply streams, count again; each failure is a finding."""
-        findings = []
-        for what, work in (("reply streams", self._remove_orphans), ("counts", self._count_again)):
-            try:
-                findings.append(Finding("mended", "ok", await work(deployment)))
-            except FAILURES as failure:
-                do = "see the other findings; then run this again"
-                findings.append(Finding("mended", "problem", f"{what} were not mended: {reason_of(failure)}", do))
-        return findings
-
-    async def _remove_orphans(self, deployment: Deployment) -> str:
-        suspects = orphans((await self._scan(deployment)).replies, await self._fleet(deployment))
-        if suspects:
-            await asyncio.sleep(SECOND_LOOK_S)
-            suspects = orphans(suspects, await self._fleet(deployment))
-        for stream in suspects:
-            await deployment.server_of(self._keys.slot_of(stream.key)).ask("UNLINK", stream.key)
-        return f"reply streams removed, of gateways that are gone: {len(suspects)}"
-
-    async def _count_again(self, deployment: Deployment) -> str:
-        for shard in self._keys.shards:
-            server, cursor = deployment.server_of(shard.slot), b"0"
-            for _ in range(PARTS_OF_A_SWEEP_MAX):
-                letters = (NO_BOUND, NO_BOUND, 0, NEVER_MS, 0)  # none is dropped; all are counted
-                arguments = (cursor, b"", NEVER_MS, *letters)
-                cursor, *_ = await server.ask("EVAL", SWEEP.source, 1, shard.counts, *arguments)
-                if not cursor:
-                    break
-        return f"shards counted again: {len(self._keys.shards)}"
 
 
 class Found:

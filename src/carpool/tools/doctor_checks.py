@@ -285,7 +285,7 @@ def check_counts(shards: Sequence[ShardFacts]) -> Finding:
         "counts",
         "warning",
         f"wrong counts (held/unread/bytes of dead letters): {named}; the limits are off by that much",
-        "`carpool doctor --fix` counts again",
+        "a batcher counts again within ten minutes; see that one lives",
     )
 
 
@@ -334,20 +334,17 @@ def check_letters(shards: Sequence[ShardFacts]) -> Finding:
     return Finding("dead letters", "ok", "none")
 
 
-def orphans(streams: Sequence[ReplyStream], view: FleetView) -> list[ReplyStream]:
-    """The reply streams of gateways that are not in the registry, not even as silent ones."""
-    known = {member.name for member in view.gateways}
-    return [stream for stream in streams if stream.gateway not in known]
-
-
 def check_reply_streams(streams: Sequence[ReplyStream], view: FleetView) -> Finding:
     """Whether reply streams of gateways that are gone will expire by themselves."""
-    left = orphans(streams, view)
+    known = {member.name for member in view.gateways}  # those that fell silent, too
+    left = [stream for stream in streams if stream.gateway not in known]
     for_ever = [stream for stream in left if stream.ttl_s is None]
     says = f"{len(streams)}, {len(left)} of gateways that are gone"
     if for_ever:
         says += f"; {len(for_ever)} of these never expire"
-        return Finding("reply streams", "warning", says, "`carpool doctor --fix` removes them")
+        return Finding(
+            "reply streams", "warning", says, f"UNLINK {_listed([_text(stream.key) for stream in for_ever])}"
+        )
     if left:
         says += f"; they expire within {max(stream.ttl_s or 0 for stream in left)} s"
     return Finding("reply streams", "ok", says)
