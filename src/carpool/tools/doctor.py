@@ -15,7 +15,6 @@ from carpool.broker.redis.fleet.servers import (
     Deployment,
     Inspection,
     NoWayInError,
-    RedisServer,
     at,
     no_answer,
     node_facts,
@@ -26,14 +25,12 @@ from carpool.broker.redis.keys import Keys, Shard
 from carpool.broker.redis.scripts import AUDIT
 from carpool.core.finding import Finding
 from carpool.tools.doctor_checks import (
-    ReplyStream,
     ShardFacts,
     Wants,
     check_counts,
     check_fleet,
     check_groups,
     check_letters,
-    check_reply_streams,
     check_unlisted,
     check_waiting,
     merged,
@@ -99,23 +96,22 @@ class Doctor:
         """What lies in the queue, and whether batchers are there to take it."""
         view = await self._fleet(deployment)
         shards = [await self._audit(deployment, shard) for shard in self._keys.shards]
-        found = await self._scan(deployment)
+        queues, is_complete = await self._queue_streams(deployment)
         # A stream that was made after the audit of its shard may have entries by now: look once more.
         listed = {stream.name for shard in shards for stream in shard.streams}
-        if any(name not in listed for name in found.queues):
+        if any(name not in listed for name in queues):
             shards = [await self._audit(deployment, shard) for shard in self._keys.shards]
             listed |= {stream.name for shard in shards for stream in shard.streams}
-        unlisted = [name for name, length in found.queues.items() if length and name not in listed]
+        unlisted = [name for name, length in queues.items() if length and name not in listed]
         findings = [
             check_fleet(view),
             check_waiting(shards, view),
             check_counts(shards),
             check_groups(shards, view, self._wants.lease_ms),
             check_unlisted(unlisted),
-            check_reply_streams(found.replies, view),
             check_letters(shards),
         ]
-        if not found.is_complete:
+        if not is_complete:
             says = "there are too many keys to look at all of them: streams may have been missed"
             findings.append(Finding("keys", "warning", says, "give Carpool a Redis of its own"))
         return findings
@@ -133,45 +129,24 @@ class Doctor:
         reply = await server.ask("EVAL", AUDIT.source, 1, shard.counts)
         return parse_audit(shard.number, shard.stream(b""), reply)
 
-    async def _scan(self, deployment: Deployment) -> "Found":
-        """The streams in Carpool's namespace, as far as they are found in time."""
-        found = Found()
+    async def _queue_streams(self, deployment: Deployment) -> tuple[dict[str, int], bool]:
+        """The streams that hold requests, with their lengths, and whether there was time to find all of them."""
+        found: dict[str, int] = {}
+        prefixes = tuple(shard.stream(b"") for shard in self._keys.shards)
         give_up_at = time.monotonic() + SCAN_S_MAX
         for server in deployment.servers:
-            cursor = b"0"
-            while True:
+            cursor = None
+            while cursor != b"0":
+                if time.monotonic() > give_up_at:
+                    return found, False
                 cursor, names = await server.ask(
-                    *("SCAN", cursor, "MATCH", _escaped(self._keys.namespace) + b":*"),
+                    *("SCAN", cursor or b"0", "MATCH", _escaped(self._keys.namespace) + b":*"),
                     *("COUNT", KEYS_AT_ONCE, "TYPE", "stream"),
                 )
                 for name in names:
-                    await self._note_stream(server, name, found)
-                if cursor == b"0":
-                    break
-                if time.monotonic() > give_up_at:
-                    found.is_complete = False
-                    break
-        return found
-
-    async def _note_stream(self, server: RedisServer, name: bytes, found: "Found") -> None:
-        replies = self._keys.namespace + b":replies:{"
-        if name.startswith(replies) and name.endswith(b"}"):
-            ttl_s = await server.ask("TTL", name)
-            if ttl_s != -2:  # else it is gone by now
-                gateway = name[len(replies) : -1].decode(errors="replace")
-                found.replies.append(ReplyStream(name, gateway, ttl_s if ttl_s >= 0 else None))
-        elif any(name.startswith(shard.stream(b"")) for shard in self._keys.shards):
-            found.queues[name.decode(errors="replace")] = await server.ask("XLEN", name)
-
-
-class Found:
-    """The streams that a scan found."""
-
-    def __init__(self) -> None:
-        # Name and length of those that hold requests.
-        self.queues: dict[str, int] = {}
-        self.replies: list[ReplyStream] = []
-        self.is_complete = True
+                    if name.startswith(prefixes):
+                        found[name.decode(errors="replace")] = await server.ask("XLEN", name)
+        return found, True
 
 
 def _escaped(name: bytes) -> bytes:
