@@ -251,10 +251,12 @@ def show_banner(settings: "Settings", port: int, admin_port: int, about: str, gp
     from rich.console import Console
     from rich.text import Text
 
+    from carpool.tools.demo import reachable
+
     gateway = settings.gateway
     scheme = "https" if gateway.tls_cert else "http"
-    base = f"{scheme}://{_reachable(gateway.host)}:{port}"
-    admin = f"{scheme}://{_reachable(gateway.admin_host)}:{admin_port}"
+    base = f"{scheme}://{reachable(gateway.host)}:{port}"
+    admin = f"{scheme}://{reachable(gateway.admin_host)}:{admin_port}"
     stats = re.sub(r"(:\d+)(-\d+)?/infer$", r"\1/stats", gpu_address)
     post = f"curl -sw '\\n' {base}/v1/inference -H 'Content-Type: application/json'"
     lines = [
@@ -283,9 +285,3 @@ def _own_command() -> str:
     if shutil.which("carpool"):
         return "carpool"
     return sys.argv[0] if Path(sys.argv[0]).name == "carpool" else f"{sys.executable} -m carpool"
-
-
-def _reachable(host: str) -> str:
-    """An address to call a listener on this host by."""
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    return f"[{host}]" if ":" in host else host

@@ -12,3 +12,9 @@ async def stdin_lines() -> AsyncIterator[bytes]:
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     while line := await reader.readline():
         yield line
+
+
+def reachable(host: str) -> str:
+    """What a URL calls a listener on this host by."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"[{host}]" if ":" in host else host

@@ -24,6 +24,7 @@ from carpool.settings.schema import TierSettings
 from carpool.tools.bench.run import BenchOptions, default_connections
 from carpool.tools.bench.schedule import Segment
 from carpool.tools.bench.tiers import TierLoad
+from carpool.tools.demo import reachable
 
 logger = logging.getLogger("carpool")
 
@@ -164,12 +165,7 @@ class DemoPanel:
     # The load
 
     def _host(self) -> str:
-        host = self._process.runtime.settings.gateway.host
-        return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-
-    def _url(self) -> str:
-        host = self._host()
-        return f"http://{f'[{host}]' if ':' in host else host}:{self._process.port}"
+        return reachable(self._process.runtime.settings.gateway.host)
 
     async def _order(self) -> None:
         tiers = self._process.runtime.settings.tiers
@@ -177,7 +173,7 @@ class DemoPanel:
         rates[-1] += self._flood_rps() if self._is_flooded else 0.0
         segments = [Segment(sum(rates), FOREVER_S)] if any(rates) else []
         options = BenchOptions(
-            url=self._url(),
+            url=f"http://{self._host()}:{self._process.port}",
             segments=segments,
             connections=default_connections(segments),
             payload_bytes=PAYLOAD_BYTES,
@@ -209,7 +205,7 @@ class DemoPanel:
         """Send one input as a client of the second tier."""
         body = msgspec.json.encode({"input": text})
         key = self._keys[min(1, len(self._keys) - 1)]
-        reader, writer = await asyncio.open_connection(self._host(), self._process.port)
+        reader, writer = await asyncio.open_connection(self._host().strip("[]"), self._process.port)
         writer.write(
             b"POST /v1/inference HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nAuthorization: Bearer %b\r\n"
             b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n%b" % (key.encode(), len(body), body)
