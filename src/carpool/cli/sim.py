@@ -127,28 +127,6 @@ async def _obey(fleet: "GpuFleet", host: str) -> None:
                     await fleet.revive(host, int(number))
 
 
-def demo_load() -> None:
-    """Send what stdin says, for the demo."""
-    import uvloop
-
-    from carpool.tools.demo.load import send_as_told
-
-    uvloop.run(send_as_told())
-
-
-def demo_compare(rate: float, gpus: int, latency_ms: float, policy: str) -> None:
-    """Print one by one beside carpool, for the demo."""
-    from typing import cast
-
-    import msgspec
-
-    from carpool.batching.policy import PolicyName
-    from carpool.tools.demo.compare import compare
-
-    os.nice(10)  # the demo goes on meanwhile
-    typer.echo(msgspec.json.encode(compare(rate, gpus, latency_ms, cast(PolicyName, policy))).decode())
-
-
 def demo(
     host: Annotated[str, typer.Option(help="Address of the gateway.")] = "127.0.0.1",
     port: Annotated[

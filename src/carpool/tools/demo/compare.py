@@ -6,10 +6,13 @@ as for one input, as GPUs do, about, as long as a batch does not fill them.
 """
 
 import asyncio
+import os
+import sys
 from collections.abc import Callable, Sequence
 from heapq import heapify, heapreplace
 from math import ceil, inf
 from random import Random
+from typing import cast
 
 import msgspec
 
@@ -164,3 +167,10 @@ class Ride:
         self._settled += 1
         if self._settled == len(self._arrivals):
             self._all_settled.set()
+
+
+if __name__ == "__main__":
+    os.nice(10)  # the demo goes on meanwhile
+    _rate, _gpus, _latency_ms, _policy = sys.argv[1:]
+    _found = compare(float(_rate), int(_gpus), float(_latency_ms), cast(PolicyName, _policy))
+    sys.stdout.buffer.write(msgspec.json.encode(_found))

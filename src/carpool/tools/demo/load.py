@@ -6,6 +6,7 @@ Each line is `BenchOptions` in JSON: from then on it sends that, or nothing wher
 import asyncio
 
 import msgspec
+import uvloop
 
 from carpool.tools.bench.generator import LoadGenerator
 from carpool.tools.bench.run import BenchOptions, make_load, raise_file_limit, resolve
@@ -49,3 +50,7 @@ async def send_as_told() -> None:
     load = DemoLoad()
     async for line in stdin_lines():
         load.order(msgspec.json.decode(line, type=BenchOptions))
+
+
+if __name__ == "__main__":
+    uvloop.run(send_as_told())

@@ -182,7 +182,11 @@ class DemoPanel:
         async with self._starting:
             if self._load is None:
                 self._load = await asyncio.create_subprocess_exec(
-                    sys.executable, "-m", "carpool", "demo-load", stdin=asyncio.subprocess.PIPE, start_new_session=True
+                    sys.executable,
+                    "-m",
+                    "carpool.tools.demo.load",
+                    stdin=asyncio.subprocess.PIPE,
+                    start_new_session=True,
                 )
         if self._load.stdin is not None:
             self._load.stdin.write(msgspec.json.encode(options) + b"\n")
@@ -225,7 +229,7 @@ class DemoPanel:
     async def _compare(self) -> None:
         await asyncio.sleep(STILL_S)
         told = self._rate, self._gpus.count * self._gpus.slots, self._gpus.latency_ms, self._policy_name()
-        command = [sys.executable, "-m", "carpool", "demo-compare", *map(str, told)]
+        command = [sys.executable, "-m", "carpool.tools.demo.compare", *map(str, told)]
         child = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE, start_new_session=True)
         try:
             async with asyncio.timeout(COMPARE_S_MAX):
