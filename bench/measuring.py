@@ -171,7 +171,7 @@ def wait_for_port(port: int, child: subprocess.Popen[bytes], log: IO[bytes]) -> 
 
 @contextmanager
 def gpus(workers: int, port: int = 9400, poison: str = "") -> Iterator[str]:
-    command = [*CARPOOL, "sim-gpu", "--port", str(port), "--workers", str(workers), "--no-track"]
+    command = [*CARPOOL, "sim-gpu", "--port", str(port), "--workers", str(workers)]
     command += ["--poison", poison] if poison else []
     with process(command, port + workers - 1):
         yield f"http://127.0.0.1:{port}-{port + workers - 1}/infer"

@@ -397,7 +397,8 @@ async def test_quiet_says_nothing(gateway: FakeGateway) -> None:
 
 
 async def test_wrong_answers_and_errors_exit_1(gateway: FakeGateway) -> None:
-    assert (await command(gateway.url, *SMALL, "--expect", "echo"))[0] == 1
+    gateway.behaviour = lambda exchange: asyncio.sleep(0, respond(output(exchange.text[::-1])))
+    assert (await command(gateway.url, *SMALL))[0] == 1
     gateway.behaviour = lambda exchange: asyncio.sleep(0, respond(b"{}", 503))
     assert (await command(gateway.url, *SMALL))[0] == 1
 

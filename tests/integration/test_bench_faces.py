@@ -1,4 +1,4 @@
-"""`carpool bench --face`: every face of a real gateway, in whose models right answers and mixed-up ones are known."""
+"""`carpool bench --face openai`: a real gateway, in whose models right vectors and mixed-up ones are known."""
 
 import json
 import threading
@@ -13,20 +13,17 @@ from carpool.upstream.simulated import read_call, vectors_json
 from support.embedder import Embedder
 from support.gateway import serving
 from support.processes import GatewayProcess, carpool
-from support.tensor_gpu import tensor_gpu
 
 pytestmark = pytest.mark.xdist_group("bench faces")
 
 KEY = "cp_" + "k" * 40
-FACES = ["openai", "grpc", "kserve"]
+LIMITED_KEY = f"{KEY}-limited"
 # One input in so many gets the output of the one before it.
 MIXED_EVERY = 5
-RIGHT = {"http": "words", "openai": "vectors", "grpc": "words", "kserve": "tensors"}
-MIXED = {"openai": "mixed-vectors", "grpc": "mixed-words", "kserve": "mixed-tensors"}
 
 
 class MixedUp(Embedder):
-    """Speaks `json`, of texts and of vectors, and `kserve_v2`."""
+    """Speaks `json`, of vectors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,14 +32,9 @@ class MixedUp(Embedder):
         self._previous = ""
 
     def answer(self, path: str, body: dict[str, Any]) -> Any:
-        is_tensor = path.startswith("/v2/")
         with self._lock:
-            texts = [self._mixed(text) for text in (body["inputs"][0]["data"] if is_tensor else body["inputs"])]
-        if is_tensor:
-            return {"outputs": [{**body["inputs"][0], "data": [text[::-1] for text in texts]}]}
-        if path == "/vectors":
-            return json.loads(vectors_json(read_call(json.dumps({"inputs": texts}).encode()), len(texts), 8))
-        return {"outputs": [text[::-1] for text in texts]}
+            texts = [self._mixed(text) for text in body["inputs"]]
+        return json.loads(vectors_json(read_call(json.dumps({"inputs": texts}).encode()), len(texts), 8))
 
     def _mixed(self, text: str) -> str:
         self.inputs += 1
@@ -59,81 +51,66 @@ def mixed_up() -> Iterator[MixedUp]:
 
 @pytest.fixture(scope="module")
 def gateway(tmp_path_factory: pytest.TempPathFactory, mixed_up: MixedUp) -> Iterator[GatewayProcess]:
-    """Whoever has the key is served; the key that ends with a face may send five."""
+    """Whoever has the key is served; the limited one may send five."""
     folder = tmp_path_factory.mktemp("gateway")
-    with tensor_gpu(latency_ms=1) as gpu:
-        limited = [
-            f"[keys.{face}]\nsha256 = '{sha256(f'{KEY}-{face}'.encode()).hexdigest()}'\nper_minute = 1\nburst = 5"
-            for face in FACES
-        ]
-        (folder / "carpool.toml").write_text(
-            f"""
-            [auth]
-            mode = "keys"
-            [keys.main]
-            sha256 = "{sha256(KEY.encode()).hexdigest()}"
-            per_minute = 100000
-            [models.words]
-            endpoints = ["sim:?latency_ms=1&slots=4"]
-            [models.vectors]
-            endpoints = ["sim:?latency_ms=1&slots=4&dimensions=384"]
-            [models.tensors]
-            endpoints = ["http://127.0.0.1:{gpu.ports[0]}"]
-            protocol = "kserve_v2"
-            [models.mixed-words]
-            endpoints = ["{mixed_up.url}/words"]
-            [models.mixed-vectors]
-            endpoints = ["{mixed_up.url}/vectors"]
-            [models.mixed-tensors]
-            endpoints = ["{mixed_up.url}"]
-            protocol = "kserve_v2"
-            """
-            + "\n".join(limited)
-        )
-        with serving(folder, "", "--grpc-port=0") as running:
-            yield running
-        assert running.log_messages("error") == []
+    (folder / "carpool.toml").write_text(
+        f"""
+        [auth]
+        mode = "keys"
+        [keys.main]
+        sha256 = "{sha256(KEY.encode()).hexdigest()}"
+        per_minute = 100000
+        [keys.limited]
+        sha256 = "{sha256(LIMITED_KEY.encode()).hexdigest()}"
+        per_minute = 1
+        burst = 5
+        [models.words]
+        endpoints = ["sim:?latency_ms=1&slots=4"]
+        [models.vectors]
+        endpoints = ["sim:?latency_ms=1&slots=4&dimensions=384"]
+        [models.mixed-vectors]
+        endpoints = ["{mixed_up.url}/vectors"]
+        """
+    )
+    with serving(folder, "") as running:
+        yield running
+    assert running.log_messages("error") == []
 
 
 class Run:
     """One `carpool bench` of about 50 requests, and its report; empty if no load was sent."""
 
-    def __init__(self, gateway: GatewayProcess, file: Path, face: str, model: str, *flags: str, key: str = KEY) -> None:
-        port = gateway.grpc_port if face == "grpc" else gateway.port
+    def __init__(self, gateway: GatewayProcess, file: Path, model: str, face: str = "openai", key: str = KEY) -> None:
         load = ("--rate", "100", "--duration", "500ms", "--arrivals", "uniform", "--connections", "5")
         which = ("--face", face, "--model", model, "--payload-bytes", "200", "--timeout", "60s")
         done = carpool(
-            *("bench", f"http://127.0.0.1:{port}", *which, *load, "--quiet", "--json", str(file), *flags),
+            *("bench", f"http://127.0.0.1:{gateway.port}", *which, *load, "--quiet", "--json", str(file)),
             CARPOOL_API_KEY=key,
         )
         self.status, self.said = done.returncode, done.stderr.strip()
         self.report: dict[str, Any] = json.loads(file.read_bytes()) if file.exists() else {}
 
 
-@pytest.mark.parametrize("face", ["http", *FACES])
-def test_right_answers_are_right(gateway: GatewayProcess, tmp_path: Path, face: str) -> None:
-    run = Run(gateway, tmp_path / "report.json", face, RIGHT[face])
+@pytest.mark.parametrize(("face", "model"), [("http", "words"), ("openai", "vectors")])
+def test_right_answers_are_right(gateway: GatewayProcess, tmp_path: Path, face: str, model: str) -> None:
+    run = Run(gateway, tmp_path / "report.json", model, face)
     assert (run.status, run.said) == (0, "")
     assert run.report["sent"] == run.report["ok"] == 50
     assert run.report["status"] == {"200": 50}
-    assert (run.report["batch_mean"] is not None) == (face in ("http", "grpc"))
+    assert (run.report["batch_mean"] is not None) == (face == "http")
 
 
-@pytest.mark.parametrize("face", FACES)
-def test_another_requests_answer_is_found(
-    gateway: GatewayProcess, mixed_up: MixedUp, tmp_path: Path, face: str
-) -> None:
+def test_another_requests_answer_is_found(gateway: GatewayProcess, mixed_up: MixedUp, tmp_path: Path) -> None:
     # The first of a run is the one that tries the face: it gets its own.
     mixed_up.inputs = 0
-    run = Run(gateway, tmp_path / "report.json", face, MIXED[face])
+    run = Run(gateway, tmp_path / "report.json", "mixed-vectors")
     assert (run.status, run.said) == (1, "")
     assert (mixed_up.inputs, run.report["errors"]) == (51, 0), run.report["status"]
     assert (run.report["ok"], run.report["wrong"]) == (40, 10)
 
 
-@pytest.mark.parametrize("face", FACES)
-def test_refusals_are_counted_by_status(gateway: GatewayProcess, tmp_path: Path, face: str) -> None:
-    run = Run(gateway, tmp_path / "report.json", face, RIGHT[face], key=f"{KEY}-{face}")
+def test_refusals_are_counted_by_status(gateway: GatewayProcess, tmp_path: Path) -> None:
+    run = Run(gateway, tmp_path / "report.json", "vectors", key=LIMITED_KEY)
     assert run.status == 1
     # Five, of which the first tried the face; another one comes in for each minute that this takes.
     assert 4 <= run.report["ok"] < 50 and run.report["wrong"] == 0
@@ -141,27 +118,17 @@ def test_refusals_are_counted_by_status(gateway: GatewayProcess, tmp_path: Path,
 
 
 @pytest.mark.parametrize(
-    ("face", "model", "complaint"),
+    ("model", "complaint"),
     [
-        ("openai", "tensors", "ended with 404 (no such model, or it has no such face)"),
-        ("kserve", "words", "ended with 404 (no such model, or it has no such face)"),
-        ("openai", "words", "`carpool sim-gpu --dimensions N`"),
-        ("grpc", "vectors", "gave another answer than expected: it takes a model that gives texts back reversed"),
-        ("grpc", "nobody", "ended with 404 (no such model, or it has no such face)"),
+        ("nobody", "ended with 404 (no such model, or it has no such face)"),
+        ("words", "`carpool sim-gpu --dimensions N`"),
     ],
 )
 def test_what_cannot_be_verified_gets_no_load(
-    gateway: GatewayProcess, tmp_path: Path, face: str, model: str, complaint: str
+    gateway: GatewayProcess, tmp_path: Path, model: str, complaint: str
 ) -> None:
-    run = Run(gateway, tmp_path / "report.json", face, model)
+    run = Run(gateway, tmp_path / "report.json", model)
     assert run.status == 1
-    assert run.said.startswith(f"carpool bench: --face {face}: ")
+    assert run.said.startswith("carpool bench: --face openai: ")
     assert complaint in run.said and run.said.count("\n") == 0
     assert run.report == {}
-
-
-def test_a_port_without_grpc(gateway: GatewayProcess) -> None:
-    where = f"http://127.0.0.1:{gateway.port}"
-    done = carpool("bench", where, "--face", "grpc", "--timeout", "1s", "--quiet")
-    assert done.returncode == 1
-    assert "no gRPC there" in done.stderr

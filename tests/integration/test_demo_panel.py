@@ -38,7 +38,7 @@ def test_load_comes_from_every_tier_and_is_compared(demo: Demo) -> None:
             return seen == {"enterprise", "paid", "free"} and event["demo"]["comparison"] is not None
 
         found = viewer.until(is_all)["demo"]["comparison"]
-        assert (found["rate"], found["gpus"], found["latency_ms"]) == (60, GPUS, 20)
+        assert (found["rate"], found["gpus"]) == (60, GPUS)
         assert found["carpool"]["gpus_needed"] <= found["one_by_one"]["gpus_needed"]
         demo.grant(rate=0)
         viewer.until(lambda event: not any(tier["offered"] for tier in event["tiers"]))

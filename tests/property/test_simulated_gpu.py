@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from carpool.upstream.endpoint import UpstreamResponse
-from carpool.upstream.simulated import SeenInputs, SimulatedCall, SimulatedGpu, SimulationSettings
+from carpool.upstream.simulated import SimulatedCall, SimulatedGpu, SimulationSettings
 
 text = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 value = st.recursive(
@@ -139,20 +139,3 @@ def test_slots_are_never_exceeded_never_idle_with_work_and_served_in_order(
         clockwork.fire()
     assert all(call.ended for call in calls.values())
     assert ended == sorted(set(ended))  # in the order of submission, and each once
-
-
-@given(st.lists(st.integers(0, 30), max_size=200), st.integers(1, 20))
-def test_repeats_are_counted_exactly_within_a_generation_and_memory_is_bounded(
-    numbers: list[int], generation: int
-) -> None:
-    seen = SeenInputs(generation)
-    distinct: list[int] = []  # in the order in which the memory took them
-    for number in numbers:
-        raw: Any = b"%d" % number
-        repeats = seen.count_repeats([raw])
-        if number in distinct[-generation:]:
-            assert repeats == 1
-        if number not in distinct[-2 * generation :]:  # nothing older is remembered
-            assert repeats == 0
-        if not repeats:
-            distinct.append(number)

@@ -126,7 +126,7 @@ async def send_load(port: int, schedule: str, clients: list[TierLoad], *, retrie
     """Send this load, and count what was answered as promised: with the output, or refused in time."""
     url = f"http://127.0.0.1:{port}"
     segments = segments_from(0.0, "", schedule)
-    peak = max(max(segment.rate_from, segment.rate_to) for segment in segments)
+    peak = max(segment.rate for segment in segments)
     options = BenchOptions(
         url=url,
         segments=segments,

@@ -5,15 +5,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from carpool.tools.bench.payload import NOT_TOLD, PAYLOAD_BYTES_MIN, Expect, Payload
-from carpool.tools.bench.run import BadOption, key_from
+from carpool.tools.bench.payload import NOT_TOLD, PAYLOAD_BYTES_MIN, Payload
+from carpool.tools.bench.run import key_from
+from carpool.tools.bench.schedule import BadOption
 
 NUMBER = b"0000002a"
 METADATA = b'"metadata":{"latency_ms":9.5,"queue_ms":1.25,"upstream_ms":8,"batch_size":64,"model":"m","cached":false}'
 
 
-def make(size: int = 100, expect: Expect = "reversed", **more: Any) -> Payload:
-    return Payload(host="gateway:80", base_path="/base", run_id="abcdef012345", size=size, expect=expect, **more)
+def make(size: int = 100, **more: Any) -> Payload:
+    return Payload(host="gateway:80", base_path="/base", run_id="abcdef012345", size=size, **more)
 
 
 def sent_body(payload: Payload) -> dict[str, Any]:
@@ -32,13 +33,6 @@ def test_a_size_with_no_room_for_the_nonce_is_refused() -> None:
         make(PAYLOAD_BYTES_MIN - 1)
 
 
-def test_some_have_the_same_input() -> None:
-    payload = make(same_every=3)
-    numbers = [payload.number(due) for due in range(1, 8)]
-    assert [number == b"00000000" for number in numbers] == [False, False, True, False, False, True, False]
-    assert len(set(numbers)) == 6
-
-
 def test_path_model_and_preference_are_in_the_request() -> None:
     payload = make(model='say "hi"', respond_async=True)
     assert payload.request(NUMBER).startswith(b"POST /base/v1/inference HTTP/1.1\r\nHost: gateway:80\r\n")
@@ -48,16 +42,15 @@ def test_path_model_and_preference_are_in_the_request() -> None:
     assert "model" not in sent_body(make())
 
 
-@pytest.mark.parametrize("expect", ["reversed", "echo"])
 @pytest.mark.parametrize("size", [PAYLOAD_BYTES_MIN, 2000])
-def test_only_the_expected_output_is_right(expect: Expect, size: int) -> None:
-    payload = make(size, expect)
+def test_only_the_expected_output_is_right(size: int) -> None:
+    payload = make(size)
     text = sent_body(payload)["input"]
-    right, other = (text[::-1], text) if expect == "reversed" else (text, text[::-1])
+    right = text[::-1]
     assert payload.expected_output(NUMBER) == right
     prefix = b"HTTP/1.1 200 OK\r\n\r\n"
     assert payload.verify(prefix + answer(right), len(prefix), NUMBER) == (1.25, 64)
-    wrong = [other, right[:-1], right[1:], right + "x", "x" + right, "", right.swapcase()]
+    wrong = [text, right[:-1], right[1:], right + "x", "x" + right, "", right.swapcase()]
     for output in wrong:
         assert payload.verify(answer(output), 0, NUMBER) is None
     # The output of another request differs in nothing but its nonce.

@@ -5,8 +5,8 @@ from random import Random
 import pytest
 from rich.console import Console
 
-from carpool.tools.bench.report import ProgressDisplay, print_report, progress_text
-from carpool.tools.bench.tally import LogHistogram, Report, Tally, TierTally
+from carpool.tools.bench.report import print_report, progress_text
+from carpool.tools.bench.tally import LogHistogram, Report, Tally
 
 
 def report_of(tally: Tally, sending_s: float = 10.0) -> Report:
@@ -84,37 +84,20 @@ def test_a_generator_at_its_limit_says_so() -> None:
     assert "whole core" in out.getvalue()
 
 
-def test_progress_tells_the_rate_of_late() -> None:
-    tally, lines = Tally(), list[str]()
-    display = ProgressDisplay(tally, 10.0, live=None, say=lines.append)
+def test_progress_tells_the_rate_of_late_and_the_counts_so_far() -> None:
+    tally = Tally()
     tally.sent = 30
-    for count in (10, 20):
-        for _ in range(count):
-            tally.right(0.01, 1.0, -1.0, 0)
-        display.update(count / 10)  # after 1 s and after 2 s
-    display.close()
-    assert lines[0].startswith("1 s  10/s  ok 10")
-    assert lines[1].startswith("2 s  20/s  ok 30")
-    assert "p99 10.0 ms" in progress_text(tally, 1.0)
-
-
-def test_quiet_progress_has_no_interval() -> None:
-    assert ProgressDisplay(Tally(), 10.0, live=Console(), say=None).interval_s == 0
-
-
-def test_the_live_display_shows_the_same_line() -> None:
-    tally, out = Tally(), StringIO()
+    for _ in range(20):
+        tally.right(0.01, 1.0, -1.0, 0)
     tally.failed("503", 0.002, 1.0)
-    terminal = Console(file=out, force_terminal=True, width=100)
-    display = ProgressDisplay(tally, 10.0, live=terminal, say=lambda line: pytest.fail(f"said {line!r}"))
-    display.update(12.0)  # past the end: requests are still in flight
-    display.close()
-    assert "errors 1" in out.getvalue()
+    line = progress_text(tally, 7.0)
+    assert line.startswith("7/s  ok 20  errors 1  wrong 0  in flight 9  p50")
+    assert "p99 10.0 ms" in line
 
 
 def test_a_tier_counts_here_and_in_the_whole() -> None:
     whole = Tally()
-    free, paid = TierTally("free", whole), TierTally("paid", whole, keep_record=True)
+    free, paid = Tally("free", whole), Tally("paid", whole, keep_record=True)
     for tier, times in ((free, 6), (paid, 3)):
         for _ in range(times):
             tier.came_due()

@@ -3,7 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from carpool.tools.bench.tiers import TURNS, BadTiers, TierLoad, parse_tiers, turns
+from carpool.tools.bench.schedule import BadOption
+from carpool.tools.bench.tiers import TURNS, TierLoad, parse_tiers, turns
 
 
 def test_tiers_have_keys_from_files_and_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,14 +35,14 @@ def test_tiers_have_keys_from_files_and_the_environment(tmp_path: Path, monkeypa
     ],
 )
 def test_bad_tiers_are_refused(text: str, complaint: str) -> None:
-    with pytest.raises(BadTiers, match=complaint):
+    with pytest.raises(BadOption, match=complaint):
         parse_tiers(text)
 
 
 def test_a_file_that_is_no_key_is_not_shown(tmp_path: Path) -> None:
     file = tmp_path / "key"
     file.write_text("two words")
-    with pytest.raises(BadTiers) as refused:
+    with pytest.raises(BadOption) as refused:
         parse_tiers(f"free={file}:1")
     assert "two words" not in str(refused.value)
 

@@ -8,7 +8,6 @@ from carpool.broker.redis.fleet.servers import NodeFacts, check_cluster, check_s
 from carpool.broker.redis.fleet.view import FleetMember, FleetView, Heartbeat, ModelHeartbeat
 from carpool.core.finding import Finding, Level
 from carpool.tools.doctor_checks import (
-    ReplyStream,
     ShardFacts,
     StreamFacts,
     check_answers,
@@ -21,7 +20,6 @@ from carpool.tools.doctor_checks import (
     check_persistence,
     check_policy,
     check_replicas,
-    check_reply_streams,
     check_role,
     check_unlisted,
     check_version,
@@ -244,15 +242,6 @@ def test_streams_and_letters() -> None:
     kept = [shard(letters=2, letter_bytes=3 * 2**20), shard(letters=3, letter_bytes=2**19)]
     assert check_letters(kept).says == "5 kept, 3.5 MiB"
     assert judged(check_letters([shard(letters=2)])) == "warning"
-
-
-def test_reply_streams() -> None:
-    mine, gone, for_ever = ReplyStream(b"1", "g", 60), ReplyStream(b"2", "x", 33), ReplyStream(b"3", "y", None)
-    assert judged(check_reply_streams([mine], fleet())) == "ok"
-    assert "33 s" in check_reply_streams([mine, gone], fleet()).says
-    finding = check_reply_streams([mine, gone, for_ever], fleet())
-    assert judged(finding) == "warning"
-    assert finding.says == "3, 2 of gateways that are gone; 1 of these never expire"
 
 
 def test_the_same_finding_of_all_servers_is_told_once() -> None:

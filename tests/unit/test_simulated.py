@@ -12,7 +12,6 @@ from carpool.testing import FakeClock
 from carpool.upstream.endpoint import AttemptFailedError, UpstreamCall, UpstreamResponse
 from carpool.upstream.simulated import (
     HANG_S_MAX,
-    SeenInputs,
     SimulatedEndpoint,
     SimulatedGpu,
     SimulationSettings,
@@ -53,10 +52,8 @@ class FakeTime:
         self.now = until
 
 
-def gpu_on(time: FakeTime, seen: SeenInputs | None = None, **settings: Any) -> SimulatedGpu:
-    return SimulatedGpu(
-        SimulationSettings(**settings), Random(1), seen, call_later=time.call_later, clock=lambda: time.now
-    )
+def gpu_on(time: FakeTime, **settings: Any) -> SimulatedGpu:
+    return SimulatedGpu(SimulationSettings(**settings), Random(1), call_later=time.call_later, clock=lambda: time.now)
 
 
 def answer_to(body: bytes, **settings: Any) -> UpstreamResponse | None:
@@ -239,12 +236,12 @@ def test_the_same_seed_gives_the_same_faults_at_about_the_rate() -> None:
 # Counting
 
 
-def test_stats_count_calls_inputs_and_repeats() -> None:
-    gpu = gpu_on(FakeTime(), SeenInputs())
+def test_stats_count_calls_and_inputs() -> None:
+    gpu = gpu_on(FakeTime())
     for body in (batch("a", "b"), batch("b", "c", "c"), b"nonsense", batch(*"x" * 65)):
         gpu.submit(body, lambda _: None)
     stats = gpu.stats()
-    assert (stats.calls, stats.inputs, stats.repeated_inputs, stats.largest_batch) == (4, 5, 2, 65)
+    assert (stats.calls, stats.inputs, stats.largest_batch) == (4, 5, 65)
 
 
 # The in-process endpoint

@@ -16,14 +16,13 @@ EXIT_NOT_CLEAN, EXIT_BAD_OPTION, EXIT_INTERRUPTED = 1, 2, 130
 def bench(
     url: Annotated[
         str,
-        typer.Argument(help="Base URL of the gateway, such as http://127.0.0.1:8000; for gRPC that of its gRPC port."),
+        typer.Argument(help="Base URL of the gateway, such as http://127.0.0.1:8000."),
     ],
     face: Annotated[
-        Literal["http", "openai", "grpc", "kserve"],
+        Literal["http", "openai"],
         typer.Option(
-            help="What to call: /v1/inference; /v1/embeddings of one text (base64); Predict of carpool.v1.Inference; "
-            "/v2/models/MODEL/infer of one row. All but http send one request first, to see that the answers of this "
-            "model can be verified."
+            help="What to call: /v1/inference; or /v1/embeddings of one text (base64), after a first request that "
+            "shows whether the answers of this model can be verified."
         ),
     ] = "http",
     rate: Annotated[float, typer.Option(help="Requests per second.")] = 1000.0,
@@ -38,7 +37,7 @@ def bench(
         int | None,
         typer.Option(
             help="Connections to keep open; each carries one request at a time. By default half the highest "
-            "rate, 100 to 10000: enough for answers within half a second. Over gRPC: calls at once, 100 a connection."
+            "rate, 100 to 10000: enough for answers within half a second."
         ),
     ] = None,
     payload_bytes: Annotated[int, typer.Option(help="Size of each input's JSON value.")] = 2000,
@@ -46,14 +45,11 @@ def bench(
         str, typer.Option(help="Text that the simulated GPU refuses (its own --poison); refusals count as errors.")
     ] = "",
     poison_every: Annotated[int, typer.Option(help="One request in so many carries the poison.", min=0)] = 0,
-    same_every: Annotated[
-        int, typer.Option(help="One request in so many has the same input as all others of these.", min=0)
-    ] = 0,
     mode: Annotated[
         Literal["sync", "task"],
         typer.Option(help="Wait for the answer, or submit a task and long-poll its result."),
     ] = "sync",
-    model: Annotated[str | None, typer.Option(help="The model to name; by default none (kserve: `default`).")] = None,
+    model: Annotated[str | None, typer.Option(help="The model to name; by default none.")] = None,
     api_key_file: Annotated[
         Path | None,
         typer.Option(
@@ -75,7 +71,6 @@ def bench(
         ),
     ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress and no table.")] = False,
-    expect: Annotated[Literal["reversed", "echo"], typer.Option(hidden=True)] = "reversed",
 ) -> None:
     """Send requests at a given rate, whatever the answers do, and verify every answer.
 
@@ -89,22 +84,25 @@ def bench(
     from carpool.tools.bench.report import print_report
     from carpool.tools.bench.run import (
         Answered,
-        BadOption,
         BenchOptions,
         NotVerifiable,
         default_connections,
         drive,
         key_from,
+        option,
         raise_file_limit,
         resolve,
         segments_from,
-        tiers_from,
-        timeout_from,
     )
+    from carpool.tools.bench.schedule import BadOption, parse_duration
+    from carpool.tools.bench.tiers import parse_tiers
 
-    console = Console()
     try:
         segments = segments_from(rate, duration, schedule)
+        with option("--timeout"):
+            timeout_s = parse_duration(timeout)
+        with option("--tiers"):
+            loads = parse_tiers(tiers) if tiers is not None else []
         options = BenchOptions(
             url=url,
             segments=segments,
@@ -112,26 +110,24 @@ def bench(
             payload_bytes=payload_bytes,
             poison=poison,
             poison_every=poison_every,
-            same_every=same_every,
             face=face,
             mode=mode,
             arrivals=arrivals,
             seed=seed,
             model=model,
-            timeout_s=timeout_from(timeout),
-            tiers=tiers_from(tiers),
-            key="" if tiers else key_from(api_key_file, os.environ),
+            timeout_s=timeout_s,
+            tiers=loads,
+            key="" if loads else key_from(api_key_file, os.environ),
             retries=retry,
-            expect=expect,
         )
-        target = resolve(url, face)
+        target = resolve(url)
         raise_file_limit(options.connections)
     except BadOption as fault:
         _leave(str(fault), EXIT_BAD_OPTION)
     # Before the run: minutes of load for a report that cannot be written would be a pity.
-    for option, file in (("--json", json), ("--answers", answers)):
+    for name, file in (("--json", json), ("--answers", answers)):
         if file is not None and (file.is_dir() or not os.access(file.parent, os.W_OK)):
-            _leave(f"{option} {file} cannot be written", EXIT_BAD_OPTION)
+            _leave(f"{name} {file} cannot be written", EXIT_BAD_OPTION)
     recorded: list[Answered] = []
 
     def say(line: str) -> None:
@@ -139,13 +135,7 @@ def bench(
 
     try:
         report, interrupted = uvloop.run(
-            drive(
-                options,
-                target,
-                live=console if console.is_terminal else None,
-                say=None if quiet else say,
-                answers=None if answers is None else recorded,
-            )
+            drive(options, target, say=None if quiet else say, answers=None if answers is None else recorded)
         )
     except NotVerifiable as fault:
         _leave(f"--face {face}: {fault}", EXIT_NOT_CLEAN)
@@ -156,7 +146,7 @@ def bench(
     if answers is not None:
         answers.write_bytes(msgspec.json.Encoder().encode_lines(recorded))
     if not quiet:
-        print_report(report, console)
+        print_report(report, Console())
     if not report.clean:
         raise typer.Exit(EXIT_NOT_CLEAN)
     if interrupted:

@@ -33,7 +33,7 @@ Exit status: 0 all is well (there may be warnings), 1 something is wrong, 2 the 
 """
 # Of the endpoints or servers that a line is about.
 NAMED_MAX = 4
-_STYLES = {"ok": "green", "warning": "yellow", "problem": "bold red"}
+_COLOURS = {"ok": "green", "warning": "yellow", "problem": "red"}
 
 
 def doctor(
@@ -59,10 +59,6 @@ def doctor(
         Path | None,
         typer.Option(metavar="FILE", help="The configuration file; also CARPOOL_CONFIG (default carpool.toml)."),
     ] = None,
-    fix: Annotated[
-        bool,
-        typer.Option("--fix", help="Remove reply streams of gateways that are gone, and count again; nothing else."),
-    ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
 ) -> int:
     """Check the inference API, and the Redis between gateways and batchers, against the configuration.
@@ -70,7 +66,7 @@ def doctor(
     It makes calls of one input, of two, and of more to the API: path, TLS, credentials, names of fields, number of
     outputs, time, batch limit. Of Redis it looks at version, persistence, memory, replicas, and the queue.
 
-    Each line says what is so, what it means, and what to change. Nothing is changed without --fix.
+    Each line says what is so, what it means, and what to change. Nothing is changed.
     """
     flags = {"upstream.endpoints": upstream, "upstream.protocol": protocol, "model": model}
     flags = {path: value or None for path, value in flags.items()}
@@ -82,7 +78,7 @@ def doctor(
             "(or broker.url)"
         )
     with _progress() as say:
-        findings = asyncio.run(_examine(settings, given.encode(), mend=fix, say=say))
+        findings = asyncio.run(_examine(settings, given.encode(), say))
     changes = _changes(findings, flags)
     if json:
         _print_json(findings, changes)
@@ -102,7 +98,7 @@ def _check_input(text: str) -> None:
         raise typer.BadParameter(f"--input is not JSON: {fault}") from None
 
 
-async def _examine(settings: Settings, given: bytes, *, mend: bool, say: Callable[[str], None]) -> "list[Finding]":
+async def _examine(settings: Settings, given: bytes, say: Callable[[str], None]) -> "list[Finding]":
     # Here, so that the other commands do not pay for it.
     from carpool.tools.api_doctor import ApiDoctor
 
@@ -112,11 +108,11 @@ async def _examine(settings: Settings, given: bytes, *, mend: bool, say: Callabl
             findings += await ApiDoctor(settings, each, given, say).examine()
     if settings.broker.url:
         say("looking at Redis")
-        findings += await _examine_redis(settings, mend=mend)
+        findings += await _examine_redis(settings)
     return findings
 
 
-async def _examine_redis(settings: Settings, *, mend: bool) -> "list[Finding]":
+async def _examine_redis(settings: Settings) -> "list[Finding]":
     from carpool.broker.redis.keys import Keys
     from carpool.tools.doctor import Doctor
     from carpool.tools.doctor_checks import Wants
@@ -124,7 +120,7 @@ async def _examine_redis(settings: Settings, *, mend: bool) -> "list[Finding]":
     broker = settings.broker
     wants = Wants(replicas=broker.replicas, persistence=broker.persistence)
     keys = Keys(broker.namespace)
-    return await Doctor(broker_address(broker), keys, wants).examine(mend=mend)
+    return await Doctor(broker_address(broker), keys, wants).examine()
 
 
 @contextmanager
@@ -174,30 +170,13 @@ def _print_changes(changes: Mapping[str, Any]) -> None:
 
 
 def _print_lines(findings: "Sequence[Finding]") -> None:
-    """A table for people at a terminal, else one plain line for each finding."""
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    console = Console()
-    if not console.is_terminal:
-        for finding in findings:
-            do = f" -> {finding.do}" if finding.do else ""
-            typer.echo(f"{finding.level}: {_titled(finding)}: {finding.says}{do}")
-            if finding.heard:
-                typer.echo(f"    it said: {finding.heard}")
-        return
-    table = Table(show_header=False, box=None)
+    """A line for each finding, in colours at a terminal; below it what the API said, if anything."""
     for finding in findings:
-        words = Text(finding.says)
-        if finding.do:
-            words.append(f"\n→ {finding.do}", style="italic")
+        do = f" -> {finding.do}" if finding.do else ""
+        level = typer.style(finding.level, fg=_COLOURS[finding.level], bold=finding.level == "problem")
+        typer.echo(f"{level}: {_titled(finding)}: {finding.says}{do}")
         if finding.heard:
-            words.append(f"\nit said: {finding.heard}", style="dim")
-        table.add_row(Text(finding.level, style=_STYLES[finding.level]), Text(_titled(finding)), words)
-    console.print(table)
-    counts = {level: sum(finding.level == level for finding in findings) for level in ("problem", "warning")}
-    typer.echo(", ".join(f"{number} {level}{'' if number == 1 else 's'}" for level, number in counts.items()))
+            typer.echo(f"    it said: {finding.heard}")
 
 
 def _titled(finding: "Finding") -> str:

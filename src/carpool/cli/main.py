@@ -15,7 +15,7 @@ from carpool.cli.bench import bench
 from carpool.cli.dlq import dlq
 from carpool.cli.doctor import EPILOG, doctor
 from carpool.cli.keys import keys
-from carpool.cli.sim import demo, demo_compare, demo_load, sim_gpu
+from carpool.cli.sim import demo, sim_gpu
 from carpool.cli.top import EPILOG as TOP_EPILOG
 from carpool.cli.top import top
 from carpool.cli.tracking import REQUESTS_EPILOG, USAGE_EPILOG, requests, tracking, usage
@@ -73,8 +73,6 @@ app.command(epilog=USAGE_EPILOG, rich_help_panel="Looking")(usage)
 app.add_typer(tracking, rich_help_panel="Looking")
 app.command("sim-gpu", rich_help_panel="Measuring")(sim_gpu)
 app.command(rich_help_panel="Measuring")(bench)
-app.command("demo-load", hidden=True)(demo_load)
-app.command("demo-compare", hidden=True)(demo_compare)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

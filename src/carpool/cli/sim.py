@@ -6,7 +6,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    import asyncio
-
     from carpool.settings import Settings
     from carpool.tools.sim_gpu import GpuFleet
     from carpool.upstream.simulated import SimulationSettings
@@ -52,7 +50,6 @@ def sim_gpu(
         str, typer.Option(metavar="TEXT", help="A batch with an input containing TEXT gets 400 whole.")
     ] = "",
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same faults.", show_default=False)] = None,
-    track: Annotated[bool, typer.Option(help="Count inputs that come more than once.")] = True,
     leave_with_stdin: Annotated[
         bool, typer.Option("--leave-with-stdin", hidden=True, help="Exit when stdin ends.")
     ] = False,
@@ -85,7 +82,7 @@ def sim_gpu(
                 "seed": seed,
             }
         )
-        uvloop.run(_serve_until_told(settings, host, port, workers, track, leave_with_stdin))
+        uvloop.run(_serve_until_told(settings, host, port, workers, leave_with_stdin))
     except (ValueError, CannotListenError) as fault:
         typer.echo(f"carpool sim-gpu: {fault}", err=True)
         return EXIT_CANNOT_START
@@ -93,7 +90,7 @@ def sim_gpu(
 
 
 async def _serve_until_told(
-    settings: "SimulationSettings", host: str, port: int, workers: int, track: bool, leave_with_stdin: bool
+    settings: "SimulationSettings", host: str, port: int, workers: int, leave_with_stdin: bool
 ) -> None:
     import asyncio
     import signal
@@ -104,22 +101,10 @@ async def _serve_until_told(
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, told.set)
-    fleet = await serve_gpus(settings, host, port, workers, track=track)
+    fleet = await serve_gpus(settings, host, port, workers)
     if leave_with_stdin:
-        stdin = sys.stdin.fileno()
-        orders: asyncio.Queue[bytes] = asyncio.Queue()
-
-        def stdin_readable() -> None:
-            if line := os.read(stdin, 4096):
-                orders.put_nowait(line)
-            else:
-                loop.remove_reader(stdin)
-                told.set()
-
-        loop.add_reader(stdin, stdin_readable)
-        obeying = loop.create_task(_obey(fleet, host, orders))
-        told_of_end = asyncio.create_task(told.wait())
-        told_of_end.add_done_callback(lambda _: obeying.cancel())
+        obeying = asyncio.create_task(_obey(fleet, host))
+        obeying.add_done_callback(lambda _: told.set())
     first, last = fleet.ports[0], fleet.ports[-1]
     ports = str(first) if first == last else f"{first}-{last}"
     base = f"http://[{host}]" if ":" in host else f"http://{host}"
@@ -129,37 +114,17 @@ async def _serve_until_told(
     await fleet.close()
 
 
-async def _obey(fleet: "GpuFleet", host: str, orders: "asyncio.Queue[bytes]") -> None:
-    """Do what the demo says: `kill 3`, `revive 3`, a line each."""
-    while True:
-        for line in (await orders.get()).split(b"\n"):
-            match line.split():
-                case [b"kill", number]:
-                    fleet.kill(host, int(number))
-                case [b"revive", number]:
+async def _obey(fleet: "GpuFleet", host: str) -> None:
+    """Do what the demo says, `kill 3` or `revive 3` a line, until stdin ends."""
+    from carpool.tools.demo import stdin_lines
+
+    async for line in stdin_lines():
+        match line.split():
+            case [b"kill", number]:
+                fleet.kill(host, int(number))
+            case [b"revive", number]:
+                with suppress(OSError):  # another program has the port meanwhile; one can ask again
                     await fleet.revive(host, int(number))
-
-
-def demo_load() -> None:
-    """Send what stdin says, for the demo."""
-    import uvloop
-
-    from carpool.tools.demo.load import send_as_told
-
-    uvloop.run(send_as_told())
-
-
-def demo_compare(rate: float, gpus: int, latency_ms: float, policy: str) -> None:
-    """Print one by one beside carpool, for the demo."""
-    from typing import cast
-
-    import msgspec
-
-    from carpool.batching.policy import PolicyName
-    from carpool.tools.demo.compare import compare
-
-    os.nice(10)  # the demo goes on meanwhile
-    typer.echo(msgspec.json.encode(compare(rate, gpus, latency_ms, cast(PolicyName, policy))).decode())
 
 
 def demo(
@@ -264,10 +229,12 @@ def show_banner(settings: "Settings", port: int, admin_port: int, about: str, gp
     from rich.console import Console
     from rich.text import Text
 
+    from carpool.tools.demo import reachable
+
     gateway = settings.gateway
     scheme = "https" if gateway.tls_cert else "http"
-    base = f"{scheme}://{_reachable(gateway.host)}:{port}"
-    admin = f"{scheme}://{_reachable(gateway.admin_host)}:{admin_port}"
+    base = f"{scheme}://{reachable(gateway.host)}:{port}"
+    admin = f"{scheme}://{reachable(gateway.admin_host)}:{admin_port}"
     stats = re.sub(r"(:\d+)(-\d+)?/infer$", r"\1/stats", gpu_address)
     post = f"curl -sw '\\n' {base}/v1/inference -H 'Content-Type: application/json'"
     lines = [
@@ -296,9 +263,3 @@ def _own_command() -> str:
     if shutil.which("carpool"):
         return "carpool"
     return sys.argv[0] if Path(sys.argv[0]).name == "carpool" else f"{sys.executable} -m carpool"
-
-
-def _reachable(host: str) -> str:
-    """An address to call a listener on this host by."""
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    return f"[{host}]" if ":" in host else host

@@ -4,6 +4,8 @@ The doctor sends inputs of its own, so what an API says of them is no client's s
 short, and kept nowhere.
 """
 
+import socket
+import ssl
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -11,7 +13,7 @@ import msgspec
 from yarl import URL
 
 from carpool.core.finding import Change, Finding, Level
-from carpool.settings import total_timeout_s
+from carpool.settings import is_loopback, total_timeout_s
 from carpool.settings.schema import MODEL_SECTIONS, Settings, UpstreamSettings
 from carpool.upstream.codecs.base import Refusal
 from carpool.upstream.endpoint import UpstreamResponse
@@ -36,6 +38,10 @@ NAMED_MAX = 8
 ELEMENTS_MAX = 1_000_000
 # A call that needs more than this share of its timeout has little to spare for a busy hour.
 TIME_SHARE_MAX = 0.5
+
+# OpenSSL's codes for a certificate of another name or address, and what it says of bytes that are no TLS.
+_OTHER_NAME = (62, 64)
+_NOT_TLS = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "PACKET_LENGTH_TOO_LONG", "HTTP_REQUEST")
 
 _GIVE_INPUT = "give it one that your model takes: `carpool doctor … --input JSON`"
 
@@ -158,6 +164,62 @@ def heard(body: bytes) -> str:
 
 
 # What is wrong
+
+
+def check_reach(url: str, failure: Exception, where: Where) -> Finding:
+    """Why no connection can be made: the name or the port."""
+    path = where.path("endpoints")
+    if url.startswith("unix:"):
+        says = f"nobody can be reached at the socket {url.removeprefix('unix:').partition(':')[0]}: {_reason(failure)}"
+        return Finding("api port", "problem", says, f"start the API, or correct the path in {path}")
+    host = URL(url).host or ""
+    if isinstance(failure, socket.gaierror | UnicodeError):
+        says = f"the name {host} does not resolve: {_reason(failure)}"
+        return Finding("api name", "problem", says, f"correct the host in {path}, or the DNS of this machine")
+    says = f"{place(url)} cannot be reached: {_reason(failure)}"
+    if isinstance(failure, ConnectionRefusedError):
+        says = f"{place(url)} refuses connections: nothing listens there"
+    do = f"start the API, or correct host and port in {path}"
+    if is_loopback(host):
+        do += "; in a container, this address is the container itself"
+    return Finding("api port", "problem", says, do)
+
+
+def check_tls(url: str, failure: Exception, where: Where) -> Finding:
+    """Why no TLS can be had at a port that takes connections."""
+    path, scheme = where.path, URL(url).scheme
+    plain = f"write {scheme.removesuffix('s')}:// in place of {scheme}:// in {path('endpoints')}"
+    says = f"TLS with {place(url)} fails: {_reason(failure)}"
+    do = f"see {path('tls_ca')}, {path('tls_cert')} and {path('tls_key')}; if the API has no TLS, {plain}"
+    if isinstance(failure, ssl.SSLCertVerificationError):
+        says = f"the certificate of {place(url)} is not trusted: {failure.verify_message}"
+        do = f"set {path('tls_ca')} to the PEM file of the authority that signed it"
+        if failure.verify_code in _OTHER_NAME:
+            says = f"the certificate of {place(url)} is for another name than {URL(url).host}"
+            do = f"write the name that it is for into {path('endpoints')}"
+    elif isinstance(failure, ssl.SSLError) and failure.reason in _NOT_TLS:
+        says, do = f"{place(url)} does not speak TLS", plain
+    return Finding("api tls", "problem", says, do)
+
+
+def place(url: str) -> str:
+    """Host and port of a URL."""
+    return f"{URL(url).host}:{port_of(URL(url))}"
+
+
+def port_of(url: URL) -> int:
+    """Where a URL leads; yarl knows no port for gRPC."""
+    return url.port or (80 if url.scheme == "http" else 443)
+
+
+def _reason(failure: Exception) -> str:
+    """The system's own words."""
+    if isinstance(failure, ssl.SSLError):
+        return failure.reason or "the connection ended"
+    if isinstance(failure, TimeoutError):
+        return "no answer in time"
+    words = failure.strerror if isinstance(failure, OSError) else None
+    return words or type(failure).__name__
 
 
 def check_status(tried: Tried, where: Where, path: str, known_paths: Sequence[str]) -> Finding:

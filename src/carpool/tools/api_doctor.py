@@ -8,11 +8,10 @@
 
 import asyncio
 import secrets
-import socket
 import ssl
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from itertools import cycle, product
 from urllib.parse import quote
 
@@ -25,7 +24,7 @@ from carpool.core.errors import Malformed
 from carpool.core.finding import Finding
 from carpool.core.request import Nobody, Request
 from carpool.service import ModelFace, addresses, endpoint_maker
-from carpool.settings import Model, Settings, is_loopback
+from carpool.settings import Model, Settings
 from carpool.tools.api_checks import (
     ASIDE,
     NAMED_MAX,
@@ -34,13 +33,17 @@ from carpool.tools.api_checks import (
     Where,
     check_call,
     check_limit,
+    check_reach,
     check_status,
     check_time,
+    check_tls,
     check_two,
     faults_of,
     missing_fields,
     output_fields,
     own_inputs,
+    place,
+    port_of,
     post_paths,
 )
 from carpool.tools.doctor_checks import merged
@@ -60,10 +63,6 @@ SEARCH_S_MAX = 30.0
 # Larger calls are tried while they take no longer than this, all together.
 LIMIT_S_MAX = 20.0
 AT_ONCE = 16
-_PORTS = {"http": 80, "https": 443, "grpc": 443, "grpcs": 443}
-# OpenSSL's codes for a certificate of another name or address.
-_OTHER_NAME = (62, 64)
-_NOT_TLS = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE")
 
 Say = Callable[[str], None]
 
@@ -132,62 +131,23 @@ class ApiDoctor:
             findings.append(check_time(slowest, self._good[0], self._where))
         return findings
 
-    # Reaching it
-
     async def _reach(self, url: str) -> Finding | None:
         """What is in the way to an endpoint; None if nothing is."""
-        path = self._where.path("endpoints")
         if url.startswith("sim:"):
             return None
-        if url.startswith("unix:"):
-            name = url.removeprefix("unix:").partition(":")[0]
-            try:
-                async with asyncio.timeout(CONNECT_S_MAX):
-                    _, writer = await asyncio.open_unix_connection(name)
-            except OSError as failure:  # TimeoutError is one
-                says = f"nobody can be reached at the socket {name}: {_reason(failure)}"
-                return Finding("api port", "problem", says, f"start the API, or correct the path in {path}")
-            writer.close()
-            return None
-        parsed = URL(url)
-        place = Place(parsed.host or "", parsed.port or _PORTS[parsed.scheme])
         try:
-            async with asyncio.timeout(CONNECT_S_MAX):
-                place.addresses = await resolve(place)
-        except (OSError, UnicodeError) as failure:
-            says = f"the name {place.host} does not resolve: {_reason(failure)}"
-            return Finding("api name", "problem", says, f"correct the host in {path}, or the DNS of this machine")
-        failed = await connect(place)
-        if failed is not None:
-            says = f"{place} cannot be reached: {_reason(failed)}"
-            if isinstance(failed, ConnectionRefusedError):
-                says = f"{place} refuses connections: nothing listens there"
-            do = f"start the API, or correct host and port in {path}"
-            if is_loopback(place.host):
-                do += "; in a container, this address is the container itself"
-            return Finding("api port", "problem", says, do)
-        return await self._check_tls(parsed.scheme, place) if parsed.scheme in ("https", "grpcs") else None
-
-    async def _check_tls(self, scheme: str, place: "Place") -> Finding | None:
-        context = self._model.security.ssl_context()
-        context.set_alpn_protocols(["h2"] if scheme == "grpcs" else ["http/1.1"])
-        failed = await connect(place, context)
-        if failed is None:
+            await connect(url)
+        except (OSError, ValueError) as failure:  # among ValueErrors, names that cannot be ones
+            return check_reach(url, failure, self._where)
+        if not url.startswith(("https:", "grpcs:")):
             return None
-        path, plain = self._where.path, scheme.removesuffix("s")
-        if isinstance(failed, ssl.SSLCertVerificationError):
-            says = f"the certificate of {place} is not trusted: {failed.verify_message}"
-            do = f"set {path('tls_ca')} to the PEM file of the authority that signed it"
-            if failed.verify_code in _OTHER_NAME:
-                says = f"the certificate of {place} is for another name than {place.host}"
-                do = f"write the name that it is for into {path('endpoints')}"
-        elif await speaks_http(place) or (isinstance(failed, ssl.SSLError) and failed.reason in _NOT_TLS):
-            says = f"{place} does not speak TLS"
-            do = f"write {plain}:// in place of {scheme}:// in {path('endpoints')}"
-        else:
-            says = f"TLS with {place} fails: {_reason(failed)}"
-            do = f"see {path('tls_ca')}, {path('tls_cert')} and {path('tls_key')}; without TLS, write {plain}://"
-        return Finding("api tls", "problem", says, do)
+        context = self._model.security.ssl_context()
+        context.set_alpn_protocols(["h2"] if url.startswith("grpcs:") else ["http/1.1"])
+        try:
+            await connect(url, context)
+        except (OSError, ValueError) as failure:
+            return check_tls(url, failure, self._where)
+        return None
 
     # Calling it
 
@@ -278,13 +238,12 @@ class ApiDoctor:
         """What is wrong with a call, in words."""
         status = tried.answer.status if tried.answer else 0
         if url.startswith("http:") and status in (0, 400):
-            parsed = URL(url)
-            place = Place(parsed.host or "", parsed.port or _PORTS["http"])
             context = UpstreamSecurity().ssl_context()
             # Nothing is sent: it is only asked whether this is TLS, whatever the certificate.
             context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-            if await connect(place, context) is None:
-                says, path = f"{place} speaks TLS", self._where.path("endpoints")
+            with suppress(OSError, ValueError):
+                await connect(url, context)
+                says, path = f"{place(url)} speaks TLS", self._where.path("endpoints")
                 return Finding("api tls", "problem", says, f"write https:// in place of http:// in {path}")
         if tried.is_of_the_call:
             return check_call(tried, self._where)
@@ -366,53 +325,15 @@ class ApiDoctor:
         return check_limit(largest, refused, self._where, max_batch)
 
 
-class Place:
-    """A host and a port, and its addresses once they are known."""
-
-    def __init__(self, host: str, port: int) -> None:
-        self.host = host
-        self.port = port
-        self.addresses: list[str] = []
-
-    def __str__(self) -> str:
-        return f"{self.host}:{self.port}"
-
-
-async def resolve(place: Place) -> list[str]:
-    """The addresses of a host; raises OSError or UnicodeError."""
-    loop = asyncio.get_running_loop()
-    found = await loop.getaddrinfo(place.host, place.port, type=socket.SOCK_STREAM)
-    return list(dict.fromkeys(str(address[4][0]) for address in found))
-
-
-async def connect(place: Place, context: ssl.SSLContext | None = None) -> Exception | None:
-    """Why no connection can be made, at any of its addresses; None if one can."""
-    failed: Exception | None = None
-    for address in place.addresses or [place.host]:
-        try:
-            async with asyncio.timeout(CONNECT_S_MAX):
-                name = place.host if context else None
-                _, writer = await asyncio.open_connection(address, place.port, ssl=context, server_hostname=name)
-        except (OSError, ValueError) as failure:
-            failed = failure
+async def connect(url: str, context: ssl.SSLContext | None = None) -> None:
+    """Connect to where a URL leads, and leave; raises OSError, or ValueError for a name that can be none."""
+    async with asyncio.timeout(CONNECT_S_MAX):
+        if url.startswith("unix:"):
+            _, writer = await asyncio.open_unix_connection(url.removeprefix("unix:").partition(":")[0])
         else:
-            writer.close()
-            return None
-    return failed
-
-
-async def speaks_http(place: Place) -> bool:
-    """Whether it answers HTTP without TLS. Nothing secret is sent."""
-    try:
-        async with asyncio.timeout(PAGE_S_MAX):
-            reader, writer = await asyncio.open_connection((place.addresses or [place.host])[0], place.port)
-            try:
-                writer.write(f"GET / HTTP/1.1\r\nHost: {place}\r\nConnection: close\r\n\r\n".encode())
-                return await reader.readexactly(5) == b"HTTP/"
-            finally:
-                writer.close()
-    except (OSError, asyncio.IncompleteReadError):
-        return False
+            parsed = URL(url)
+            _, writer = await asyncio.open_connection(parsed.host, port_of(parsed), ssl=context)
+    writer.close()
 
 
 def _with_fields(model: Model, inputs_field: str, outputs_field: str) -> Model:
@@ -422,13 +343,3 @@ def _with_fields(model: Model, inputs_field: str, outputs_field: str) -> Model:
 
 def _at(endpoint: Endpoint, finding: Finding) -> Finding:
     return replace(finding, where=(endpoint.name,))
-
-
-def _reason(failure: Exception) -> str:
-    """The system's own words."""
-    if isinstance(failure, ssl.SSLError):
-        return failure.reason or "the connection ended"
-    if isinstance(failure, TimeoutError):
-        return f"no answer within {CONNECT_S_MAX:g} s"
-    words = failure.strerror if isinstance(failure, OSError) else None
-    return words or type(failure).__name__

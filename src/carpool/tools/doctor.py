@@ -1,10 +1,9 @@
 """The doctor: looks at a Redis that gateways and batchers use, and tells what is wrong with it.
 
-It asks every primary by itself, so that a server that hangs or refuses is named. It changes nothing without
-`mend`, and then only what no living process can miss: reply streams of gateways that are gone, and wrong counts.
+It asks every primary by itself, so that a server that hangs or refuses is named. It changes nothing: batchers count
+again, and what gateways leave behind expires.
 """
 
-import asyncio
 import time
 
 from redis.exceptions import NoPermissionError
@@ -16,7 +15,6 @@ from carpool.broker.redis.fleet.servers import (
     Deployment,
     Inspection,
     NoWayInError,
-    RedisServer,
     at,
     no_answer,
     node_facts,
@@ -24,37 +22,26 @@ from carpool.broker.redis.fleet.servers import (
 )
 from carpool.broker.redis.fleet.view import FleetView, read_view
 from carpool.broker.redis.keys import Keys, Shard
-from carpool.broker.redis.scripts import AUDIT, SWEEP
+from carpool.broker.redis.scripts import AUDIT
 from carpool.core.finding import Finding
 from carpool.tools.doctor_checks import (
-    ReplyStream,
     ShardFacts,
     Wants,
     check_counts,
     check_fleet,
     check_groups,
     check_letters,
-    check_reply_streams,
     check_unlisted,
     check_waiting,
     merged,
     node_findings,
-    orphans,
     parse_audit,
 )
 
 # A process whose heartbeat is older than this is gone.
 STALE_S = 1.5
-# Longer than between two heartbeats: a process that just started is in the registry by then.
-SECOND_LOOK_S = 1.5
 KEYS_AT_ONCE = 1000
-KEYS_LOOKED_AT_MAX = 5_000_000
 SCAN_S_MAX = 30.0
-STREAMS_FOUND_MAX = 50_000
-PARTS_OF_A_SWEEP_MAX = 1000
-# So long ago that no consumer and no dead letter is old enough for the sweep to touch it.
-NEVER_MS = 10**13
-NO_BOUND = 10**15
 
 
 class Doctor:
@@ -65,16 +52,13 @@ class Doctor:
         self._keys = keys
         self._wants = wants
 
-    async def examine(self, *, mend: bool = False) -> list[Finding]:
-        """Every finding, in the order of the checks; with `mend`, what is found after mending."""
+    async def examine(self) -> list[Finding]:
+        """Every finding, in the order of the checks."""
         try:
             async with self._inspection.reach() as (deployment, found):
-                done = await self._mend(deployment) if mend else []
-                return [*found, *await self._look(deployment), *done]
+                return [*found, *await self._look(deployment)]
         except NoWayInError as failure:
             return [failure.finding]
-
-    # Looking
 
     async def _look(self, deployment: Deployment) -> list[Finding]:
         findings: list[Finding] = []
@@ -112,23 +96,22 @@ class Doctor:
         """What lies in the queue, and whether batchers are there to take it."""
         view = await self._fleet(deployment)
         shards = [await self._audit(deployment, shard) for shard in self._keys.shards]
-        found = await self._scan(deployment)
+        queues, is_complete = await self._queue_streams(deployment)
         # A stream that was made after the audit of its shard may have entries by now: look once more.
         listed = {stream.name for shard in shards for stream in shard.streams}
-        if any(name not in listed for name in found.queues):
+        if any(name not in listed for name in queues):
             shards = [await self._audit(deployment, shard) for shard in self._keys.shards]
             listed |= {stream.name for shard in shards for stream in shard.streams}
-        unlisted = [name for name, length in found.queues.items() if length and name not in listed]
+        unlisted = [name for name, length in queues.items() if length and name not in listed]
         findings = [
             check_fleet(view),
             check_waiting(shards, view),
             check_counts(shards),
             check_groups(shards, view),
             check_unlisted(unlisted),
-            check_reply_streams(found.replies, view),
             check_letters(shards),
         ]
-        if not found.is_complete:
+        if not is_complete:
             says = "there are too many keys to look at all of them: streams may have been missed"
             findings.append(Finding("keys", "warning", says, "give Carpool a Redis of its own"))
         return findings
@@ -146,80 +129,24 @@ class Doctor:
         reply = await server.ask("EVAL", AUDIT.source, 1, shard.counts)
         return parse_audit(shard.number, shard.stream(b""), reply)
 
-    async def _scan(self, deployment: Deployment) -> "Found":
-        """The streams in Carpool's namespace, within bounds."""
-        found = Found()
+    async def _queue_streams(self, deployment: Deployment) -> tuple[dict[str, int], bool]:
+        """The streams that hold requests, with their lengths, and whether there was time to find all of them."""
+        found: dict[str, int] = {}
+        prefixes = tuple(shard.stream(b"") for shard in self._keys.shards)
         give_up_at = time.monotonic() + SCAN_S_MAX
         for server in deployment.servers:
-            cursor, looked = b"0", 0
-            while True:
+            cursor = None
+            while cursor != b"0":
+                if time.monotonic() > give_up_at:
+                    return found, False
                 cursor, names = await server.ask(
-                    *("SCAN", cursor, "MATCH", _escaped(self._keys.namespace) + b":*"),
+                    *("SCAN", cursor or b"0", "MATCH", _escaped(self._keys.namespace) + b":*"),
                     *("COUNT", KEYS_AT_ONCE, "TYPE", "stream"),
                 )
                 for name in names:
-                    await self._note_stream(server, name, found)
-                looked += KEYS_AT_ONCE
-                if cursor == b"0":
-                    break
-                full = len(found.queues) + len(found.replies) > STREAMS_FOUND_MAX
-                if full or looked >= KEYS_LOOKED_AT_MAX or time.monotonic() > give_up_at:
-                    found.is_complete = False
-                    break
-        return found
-
-    async def _note_stream(self, server: RedisServer, name: bytes, found: "Found") -> None:
-        replies = self._keys.namespace + b":replies:{"
-        if name.startswith(replies) and name.endswith(b"}"):
-            ttl_s = await server.ask("TTL", name)
-            if ttl_s != -2:  # else it is gone by now
-                gateway = name[len(replies) : -1].decode(errors="replace")
-                found.replies.append(ReplyStream(name, gateway, ttl_s if ttl_s >= 0 else None))
-        elif any(name.startswith(shard.stream(b"")) for shard in self._keys.shards):
-            found.queues[name.decode(errors="replace")] = await server.ask("XLEN", name)
-
-    # Mending
-
-    async def _mend(self, deployment: Deployment) -> list[Finding]:
-        """Remove orphaned reply streams, count again; each failure is a finding."""
-        findings = []
-        for what, work in (("reply streams", self._remove_orphans), ("counts", self._count_again)):
-            try:
-                findings.append(Finding("mended", "ok", await work(deployment)))
-            except FAILURES as failure:
-                do = "see the other findings; then run this again"
-                findings.append(Finding("mended", "problem", f"{what} were not mended: {reason_of(failure)}", do))
-        return findings
-
-    async def _remove_orphans(self, deployment: Deployment) -> str:
-        suspects = orphans((await self._scan(deployment)).replies, await self._fleet(deployment))
-        if suspects:
-            await asyncio.sleep(SECOND_LOOK_S)
-            suspects = orphans(suspects, await self._fleet(deployment))
-        for stream in suspects:
-            await deployment.server_of(self._keys.slot_of(stream.key)).ask("UNLINK", stream.key)
-        return f"reply streams removed, of gateways that are gone: {len(suspects)}"
-
-    async def _count_again(self, deployment: Deployment) -> str:
-        for shard in self._keys.shards:
-            server, cursor = deployment.server_of(shard.slot), b"0"
-            for _ in range(PARTS_OF_A_SWEEP_MAX):
-                letters = (NO_BOUND, NO_BOUND, 0, NEVER_MS, 0)  # none is dropped; all are counted
-                arguments = (cursor, b"", NEVER_MS, *letters)
-                cursor, *_ = await server.ask("EVAL", SWEEP.source, 1, shard.counts, *arguments)
-                if not cursor:
-                    break
-        return f"shards counted again: {len(self._keys.shards)}"
-
-
-class Found:
-    """The streams that a scan found."""
-
-    def __init__(self) -> None:
-        # Name and length of those that hold requests.
-        self.queues: dict[str, int] = {}
-        self.replies: list[ReplyStream] = []
-        self.is_complete = True
+                    if name.startswith(prefixes):
+                        found[name.decode(errors="replace")] = await server.ask("XLEN", name)
+        return found, True
 
 
 def _escaped(name: bytes) -> bytes:

@@ -78,15 +78,6 @@ class ShardFacts(msgspec.Struct, frozen=True):
         return sum(stream.unread for stream in self.streams)
 
 
-class ReplyStream(msgspec.Struct, frozen=True):
-    """The reply stream of one gateway."""
-
-    key: bytes
-    gateway: str
-    # Seconds until it expires; None: never.
-    ttl_s: int | None
-
-
 def node_findings(node: NodeFacts, wants: Wants, *, is_replicated: bool) -> list[Finding]:
     """All checks of one server."""
     return [
@@ -283,7 +274,7 @@ def check_counts(shards: Sequence[ShardFacts]) -> Finding:
         "counts",
         "warning",
         f"wrong counts (held/unread/bytes of dead letters): {named}; the limits are off by that much",
-        "`carpool doctor --fix` counts again",
+        "a batcher counts again within ten minutes; see that one lives",
     )
 
 
@@ -330,25 +321,6 @@ def check_letters(shards: Sequence[ShardFacts]) -> Finding:
         says = f"{total} kept, {_size(sum(shard.letter_bytes for shard in shards))}"
         return Finding("dead letters", "warning", says, "look at them with `carpool dlq list`")
     return Finding("dead letters", "ok", "none")
-
-
-def orphans(streams: Sequence[ReplyStream], view: FleetView) -> list[ReplyStream]:
-    """The reply streams of gateways that are not in the registry, not even as silent ones."""
-    known = {member.name for member in view.gateways}
-    return [stream for stream in streams if stream.gateway not in known]
-
-
-def check_reply_streams(streams: Sequence[ReplyStream], view: FleetView) -> Finding:
-    """Whether reply streams of gateways that are gone will expire by themselves."""
-    left = orphans(streams, view)
-    for_ever = [stream for stream in left if stream.ttl_s is None]
-    says = f"{len(streams)}, {len(left)} of gateways that are gone"
-    if for_ever:
-        says += f"; {len(for_ever)} of these never expire"
-        return Finding("reply streams", "warning", says, "`carpool doctor --fix` removes them")
-    if left:
-        says += f"; they expire within {max(stream.ttl_s or 0 for stream in left)} s"
-    return Finding("reply streams", "ok", says)
 
 
 def merged(findings: Sequence[Finding], servers: int) -> list[Finding]:

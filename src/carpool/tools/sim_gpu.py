@@ -30,7 +30,6 @@ from carpool.tools.sim_tensors import TensorAnswer, read_tensors
 from carpool.upstream.endpoint import UpstreamResponse
 from carpool.upstream.simulated import (
     GpuStats,
-    SeenInputs,
     SimulatedGpu,
     SimulationSettings,
     error_answer,
@@ -44,8 +43,6 @@ LIMITS = HttpLimits(
     # Longer than any client keeps its pooled connections: a close must not race with a call.
     idle_timeout_s=3600.0,
 )
-# Port 0 picks a free port; the ones after it may be taken, so try elsewhere.
-FREE_RANGE_TRIES = 20
 
 _TENSOR_PATH = re.compile(rb"/v2/models/([^/]+)(?:/versions/[^/]+)?/infer")
 _PAGES = frozenset((b"/stats", b"/health", b"/v2/health/live", b"/v2/health/ready"))
@@ -128,14 +125,12 @@ PORTS_OF_SERVERS = range(10_000, 32_000)
 
 
 class GpuFleet:
-    """All simulated GPUs of this process. They are independent but for the memory of inputs seen."""
+    """All simulated GPUs of this process."""
 
-    def __init__(self, settings: SimulationSettings, workers: int, *, track: bool) -> None:
-        # Shared, since a repeat is most often sent to another GPU.
-        seen = SeenInputs() if track else None
+    def __init__(self, settings: SimulationSettings, workers: int) -> None:
         # Each has faults of its own, the same ones for the same seed.
         seeds = [None if settings.seed is None else f"{settings.seed}/{n}" for n in range(workers)]
-        self.servers = [GpuServer(SimulatedGpu(settings, Random(seed), seen), self) for seed in seeds]
+        self.servers = [GpuServer(SimulatedGpu(settings, Random(seed)), self) for seed in seeds]
         self.ports: list[int] = []
         # Bound sockets that keep the ports of killed GPUs; none of them listens.
         self._kept_ports: dict[int, socket.socket] = {}
@@ -199,7 +194,6 @@ class GpuFleet:
         for stats in (server.gpu.stats() for server in self.servers):
             total.calls += stats.calls
             total.inputs += stats.inputs
-            total.repeated_inputs += stats.repeated_inputs
             total.largest_batch = max(total.largest_batch, stats.largest_batch)
             total.in_flight += stats.in_flight
             total.most_in_flight = max(total.most_in_flight, stats.most_in_flight)
@@ -218,17 +212,8 @@ class GpuFleet:
             await server.http.finish(monotonic())
 
 
-async def serve_gpus(
-    settings: SimulationSettings, host: str, port: int, workers: int, *, track: bool = True
-) -> GpuFleet:
+async def serve_gpus(settings: SimulationSettings, host: str, port: int, workers: int) -> GpuFleet:
     """Start GPUs on `workers` consecutive ports; port 0 picks a free range. Raises CannotListenError."""
-    tries_left = FREE_RANGE_TRIES if port == 0 else 1
-    while True:
-        fleet = GpuFleet(settings, workers, track=track)
-        try:
-            await fleet.start(host, port)
-            return fleet
-        except CannotListenError:
-            tries_left -= 1
-            if not tries_left:
-                raise
+    fleet = GpuFleet(settings, workers)
+    await fleet.start(host, port)
+    return fleet

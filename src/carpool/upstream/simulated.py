@@ -13,9 +13,8 @@ The usual batch, ASCII strings without escapes, is reversed without being decode
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from math import isfinite
 from random import Random
 from typing import Annotated, Any, NamedTuple, Protocol
 from urllib.parse import parse_qsl
@@ -29,8 +28,6 @@ from carpool.upstream.endpoint import AttemptFailedError, NoAnswerError, Upstrea
 
 # A hanging call holds its slot until its client leaves, and no longer than this.
 HANG_S_MAX = 60.0
-# Hashes of inputs kept to notice repeats: between one and two generations.
-GENERATION_MAX = 200_000
 
 _QUOTE = 0x22
 _GARBAGE = b'{"outputs": [<!doctype html>'
@@ -63,26 +60,24 @@ class SimulationSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _FAULTS = ("error", "hang", "reset", "short", "garbage")
-_FIELDS = {field.name: field for field in msgspec.structs.fields(SimulationSettings)}
 
 
 def simulation_settings(given: Mapping[str, Any]) -> SimulationSettings:
     """Settings from texts or values by name; raises ValueError with one line that names the key."""
-    values: dict[str, Any] = {}
-    for key, value in given.items():
-        if key not in _FIELDS:
-            raise ValueError(f"unknown key {key!r}; there are {', '.join(_FIELDS)}")
-        try:
-            values[key] = msgspec.convert(value, _FIELDS[key].type, strict=False)
-        except msgspec.ValidationError as failure:
-            wanted = str(failure).partition(", got")[0].replace("`", "")
-            raise ValueError(f"{key}={value} is not valid: {wanted[0].lower()}{wanted[1:]}") from None
-        if isinstance(values[key], float) and not isfinite(values[key]):
-            raise ValueError(f"{key}={value} is not valid: expected a finite number")
-    settings = SimulationSettings(**values)
-    rates = {key: values[key] for key in values if key.endswith("_rate") and values[key] > 0}
+    keys = SimulationSettings.__struct_fields__
+    for key in given:
+        if key not in keys:
+            raise ValueError(f"unknown key {key!r}; there are {', '.join(keys)}")
+    try:
+        settings = msgspec.convert(given, SimulationSettings, strict=False)
+    except msgspec.ValidationError as failure:
+        wanted, _, key = str(failure).replace("`", "").partition(" - at $.")
+        wanted = wanted.partition(", got")[0]
+        raise ValueError(f"{key}={given[key]} is not valid: {wanted[0].lower()}{wanted[1:]}") from None
+    rates = {f"{fault}_rate": getattr(settings, f"{fault}_rate") for fault in _FAULTS}
     if sum(rates.values()) > 1.0 + 1e-9:
-        raise ValueError(f"{' and '.join(rates)} together must not be over 1")
+        named = [name for name, rate in rates.items() if rate]
+        raise ValueError(f"{' and '.join(named)} together must not be over 1")
     return settings
 
 
@@ -216,34 +211,12 @@ def error_answer(status: int, text: str) -> UpstreamResponse:
     return UpstreamResponse(status, msgspec.json.encode({"error": text}))
 
 
-class SeenInputs:
-    """Counts inputs that came before, by hash, over the last `generation_max` to twice as many. GPUs may share it."""
-
-    def __init__(self, generation_max: int = GENERATION_MAX) -> None:
-        self.generation_max = generation_max
-        self._young: set[int] = set()
-        self._old: set[int] = set()
-
-    def count_repeats(self, inputs: Iterable[bytes | Raw]) -> int:
-        """How many of these have been seen before; they count as seen from now on."""
-        repeats = 0
-        for digest in map(hash, map(bytes, inputs)):
-            if digest in self._young or digest in self._old:
-                repeats += 1
-                continue
-            if len(self._young) >= self.generation_max:
-                self._old, self._young = self._young, set()
-            self._young.add(digest)
-        return repeats
-
-
 class GpuStats(msgspec.Struct, kw_only=True):
     """What has come to a simulated GPU so far."""
 
     calls: int = 0
     # Of calls that were not refused at once.
     inputs: int = 0
-    repeated_inputs: int = 0
     # Refused calls count here: a batch that is too large should be seen.
     largest_batch: int = 0
     # Calls received and not ended, waiting ones included.
@@ -287,14 +260,11 @@ class SimulatedGpu:
         self,
         settings: SimulationSettings,
         random: Random | None = None,
-        seen: SeenInputs | None = None,
         call_later: CallLater = call_later_on_this_loop,
         clock: Clock = monotonic,
     ) -> None:
         self.settings = settings
         self._random = random or Random(settings.seed)
-        # None: repeats are not counted; hashing costs as much as all the rest.
-        self._seen = seen
         self._call_later = call_later
         self._clock = clock
         self._poison = settings.poison.encode()
@@ -357,8 +327,6 @@ class SimulatedGpu:
         if count > settings.max_batch:
             raise CallRefusedError(f"batch size {count} > maximum {settings.max_batch}")
         self._stats.inputs += count
-        if self._seen is not None:
-            self._stats.repeated_inputs += self._seen.count_repeats(batch.inputs)
         seconds = (settings.latency_ms + settings.per_item_ms * count) / 1000.0
         fault = self._draw_fault()
         if fault == "hang":

@@ -211,6 +211,6 @@ async def is_busy(running: Stage) -> bool:
 async def peaks(directory: Path, broker: Broker, mean: float, peak: float, seconds: float) -> Loaded:
     """So many a second on average with peaks of a second in every ten, on a capacity of 1,430 a second."""
     async with overloadable(directory, broker, batch=LARGE_BATCH, call_ms=LARGE_CALL_MS) as (running, keys):
-        schedule = f"peaks:{mean}-{peak}:1s/10s:{seconds}s"
+        schedule = ",".join([f"{(10 * mean - peak) / 9}:9s,{peak}:1s"] * round(seconds / 10))
         clients: list[TierLoad] = keys.load(MIX)
         return await send_load(running.gateway.port, schedule, clients)

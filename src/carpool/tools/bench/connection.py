@@ -59,19 +59,6 @@ class Held(NamedTuple):
 class Connection(asyncio.Protocol):
     """One transport's life; it sends a request, reads the answer, and asks the generator for the next."""
 
-    __slots__ = (
-        "answered",
-        "due",
-        "generator",
-        "held",
-        "need",
-        "number",
-        "outgoing",
-        "partial",
-        "polling",
-        "transport",
-    )
-
     def __init__(self, generator: "LoadGenerator", held: Held | None) -> None:
         self.generator = generator
         self.held = held
@@ -98,17 +85,16 @@ class Connection(asyncio.Protocol):
             self.generator.release(self)
         else:
             self.due, self.outgoing, self.polling = self.held
-            self.number = self.due.part.payload.number(self.due.number)
+            self.number = b"%08x" % self.due.number
             self.held = None
             self.transport.write(self.outgoing)
 
     def begin(self, due: Due) -> None:
         """Send this request."""
         self.due = due
-        payload = due.part.payload
-        self.number = number = payload.number(due.number)
-        self.outgoing = outgoing = payload.request(number)
-        self.transport.write(outgoing)  # type: ignore[union-attr]  # only a live connection is asked
+        self.number = b"%08x" % due.number
+        self.outgoing = due.part.payload.request(self.number)
+        self.transport.write(self.outgoing)  # type: ignore[union-attr]  # only a live connection is asked
 
     def data_received(self, data: bytes) -> None:
         """Read on in the answer; act on it once it is whole."""
@@ -228,8 +214,6 @@ _decode_result = msgspec.json.Decoder(_Result).decode
 class TaskConnection(Connection):
     """Submits a task, then asks for its result by long poll on the same connection."""
 
-    __slots__ = ()
-
     def begin(self, due: Due) -> None:
         """Submit this task."""
         self.polling = False
@@ -279,6 +263,6 @@ class TaskConnection(Connection):
             due, now = self.in_flight, monotonic()
             due.part.tally.failed("task-failed", now - due.asked, now)
         else:
-            is_right = self.in_flight.part.payload.is_expected(result.output, self.number)
+            is_right = result.output == self.in_flight.part.payload.expected_output(self.number)
             self.settle(NOT_TOLD if is_right else None)
         self.next_request(stays)

@@ -1,18 +1,10 @@
-"""How a run looks: progress while it goes on, a table at the end."""
+"""How a run looks: a line now and then while it goes on, a table at the end."""
 
-from collections.abc import Callable
-
-from rich.console import Console, Group
-from rich.live import Live
-from rich.progress_bar import ProgressBar
+from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from carpool.tools.bench.tally import Report, Tally, TierReport
 
-REFRESH_S = 0.5
-PLAIN_LINE_S = 5.0
-BAR_WIDTH = 60
 # Above this share of a core the generator's own delay shows in the latencies.
 BUSY_SHARE_MAX = 0.9
 
@@ -25,45 +17,6 @@ def progress_text(tally: Tally, rate: float) -> str:
         f"{rate:,.0f}/s  ok {tally.ok:,}  errors {tally.errors + tally.unasked:,}  wrong {tally.wrong:,}  "
         f"in flight {tally.in_flight:,}  {latency}"
     )
-
-
-class ProgressDisplay:
-    """Shows progress: a live bar on a terminal, else a plain line now and then, or nothing at all."""
-
-    def __init__(
-        self, tally: Tally, duration_s: float, *, live: Console | None, say: Callable[[str], None] | None
-    ) -> None:
-        self._tally = tally
-        self._duration_s = duration_s
-        self._say = say
-        self._live: Live | None = None
-        # Seconds between updates; 0.0 when none are shown.
-        self.interval_s = 0.0 if say is None else PLAIN_LINE_S
-        self._answered_before = 0
-        self._elapsed_before_s = 0.0
-        if live is not None and say is not None:
-            # Refreshed by hand: rich's own thread would contend with the event loop for the interpreter.
-            self._live = Live(console=live, auto_refresh=False, transient=True)
-            self._live.start()
-            self.interval_s = REFRESH_S
-
-    def update(self, elapsed_s: float) -> None:
-        """Show the state `elapsed_s` seconds after the start."""
-        answered = self._tally.ok + self._tally.wrong
-        rate = (answered - self._answered_before) / max(elapsed_s - self._elapsed_before_s, 1e-3)
-        self._answered_before, self._elapsed_before_s = answered, elapsed_s
-        text = f"{elapsed_s:.0f} s  {progress_text(self._tally, rate)}"
-        if self._live is not None:
-            bar = ProgressBar(total=self._duration_s, completed=min(elapsed_s, self._duration_s), width=BAR_WIDTH)
-            # The bar last: rich ends it with no line break.
-            self._live.update(Group(Text(text), bar), refresh=True)
-        elif self._say is not None:
-            self._say(text)
-
-    def close(self) -> None:
-        """Take the live bar away."""
-        if self._live is not None:
-            self._live.stop()
 
 
 def print_report(report: Report, console: Console) -> None:

@@ -23,8 +23,6 @@ TIMEOUTS = ("504", "timeout", "timeout-unsent")
 class LogHistogram:
     """Values in ms by logarithmic buckets, from a microsecond to a day, within 0.5 %."""
 
-    __slots__ = ("count", "counts", "largest")
-
     def __init__(self) -> None:
         self.counts = [0] * _BUCKETS
         self.count = 0
@@ -52,37 +50,21 @@ class LogHistogram:
             return 0.0
         return min(exp((bucket + 0.5 - _OFFSET) / _BUCKETS_PER_E), self.largest)
 
+    def quantiles(self) -> "Quantiles":
+        """What a report tells."""
+        values = map(self.percentile, (0.5, 0.9, 0.95, 0.99, 0.999, 1.0))
+        return Quantiles(*(None if value is None else round(value, 3) for value in values))
+
 
 class Quantiles(msgspec.Struct, frozen=True):
-    """The latencies of a report, in ms; null when nothing was answered."""
+    """Of times in ms; null when there were none."""
 
     p50: float | None
     p90: float | None
+    p95: float | None
     p99: float | None
     p999: float | None
     max: float | None
-
-
-class QueueQuantiles(msgspec.Struct, frozen=True):
-    """The time in Carpool's queue as the answers tell it, in ms; null when they do not."""
-
-    p50: float | None
-    p99: float | None
-
-
-class TierQuantiles(msgspec.Struct, frozen=True):
-    """The latencies of a tier's right answers, in ms; null when there were none."""
-
-    p50: float | None
-    p95: float | None
-    p99: float | None
-
-
-class RefusalQuantiles(msgspec.Struct, frozen=True):
-    """How long refused clients (429, 503) waited for their refusal, in ms; null when none was refused."""
-
-    p50: float | None
-    p99: float | None
 
 
 class TierReport(msgspec.Struct, frozen=True):
@@ -103,16 +85,9 @@ class TierReport(msgspec.Struct, frozen=True):
     goodput: float
     # Refusals after which a request was sent again.
     retries: int
-    latency_ms: TierQuantiles
-    refusal_ms: RefusalQuantiles
+    latency_ms: Quantiles
+    refusal_ms: Quantiles
     status: dict[str, int]
-
-
-class Lateness(msgspec.Struct, frozen=True):
-    """By how much the generator itself sent late, in ms: that is not the gateway's."""
-
-    p99: float | None
-    max: float | None
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -129,7 +104,8 @@ class Report(msgspec.Struct, frozen=True):
     rate: float
     status: dict[str, int]
     latency_ms: Quantiles
-    queue_ms: QueueQuantiles
+    # The time in Carpool's queue as the answers tell it.
+    queue_ms: Quantiles
     # Mean over batches, not over requests: a request is the likelier to be in a batch the larger that is.
     batch_mean: float | None
     intended_rate: float
@@ -137,8 +113,10 @@ class Report(msgspec.Struct, frozen=True):
     unanswered: int
     # Share of one core that the generator used; near 1 the latencies are its own and not the gateway's.
     generator_busy: float
-    behind_ms: Lateness
-    refusal_ms: RefusalQuantiles
+    # By how much the generator itself sent late: that is not the gateway's.
+    behind_ms: Quantiles
+    # How long refused clients (429, 503) waited for their refusal.
+    refusal_ms: Quantiles
     # Refusals after which a request was sent again; those are not in `status`.
     retries: int
     # With --tiers.
@@ -151,28 +129,11 @@ class Report(msgspec.Struct, frozen=True):
 
 
 class Tally:
-    """Counts while the run goes on; times are in seconds on the monotonic clock."""
+    """Counts while the run goes on; times are in seconds on the monotonic clock. A tier's counts in `whole`, too."""
 
-    __slots__ = (
-        "batches",
-        "behind",
-        "errors",
-        "first_answer",
-        "last_answer",
-        "latency",
-        "ok",
-        "queue",
-        "record",
-        "refusals",
-        "retries",
-        "sent",
-        "status",
-        "told_batch",
-        "unasked",
-        "wrong",
-    )
-
-    def __init__(self, *, keep_record: bool = False) -> None:
+    def __init__(self, name: str = "", whole: "Tally | None" = None, *, keep_record: bool = False) -> None:
+        self.name = name
+        self.whole = whole
         # When each request was due, its latency in seconds, and what became of it: 200, or as in `status`.
         self.record: list[tuple[float, float, str]] | None = [] if keep_record else None
         self.sent = 0
@@ -197,6 +158,8 @@ class Tally:
     def came_due(self) -> None:
         """Count a request that is to be sent now."""
         self.sent += 1
+        if self.whole is not None:
+            self.whole.came_due()
 
     def right(self, latency_s: float, now: float, queue_ms: float, batch_size: int) -> None:
         """Count an answer that is the expected one; a negative queue_ms or a batch_size of 0 is unknown."""
@@ -207,11 +170,15 @@ class Tally:
         if batch_size > 0:
             self.told_batch += 1
             self.batches += 1 / batch_size
+        if self.whole is not None:
+            self.whole.right(latency_s, now, queue_ms, batch_size)
 
     def mismatched(self, latency_s: float, now: float) -> None:
         """Count a 200 with an output that is not the expected one."""
         self.wrong += 1
         self._answered(latency_s, now)
+        if self.whole is not None:
+            self.whole.mismatched(latency_s, now)
 
     def _answered(self, latency_s: float, now: float) -> None:
         self.latency.add(latency_s * 1000)
@@ -229,11 +196,15 @@ class Tally:
             self.refusals.add(latency_s * 1000)
         if self.record is not None:
             self.record.append((now - latency_s, latency_s, kind))
+        if self.whole is not None:
+            self.whole.failed(kind, latency_s, now)
 
     def retried(self, latency_s: float) -> None:
         """Count a refusal after which the request will be sent again."""
         self.retries += 1
         self.refusals.add(latency_s * 1000)
+        if self.whole is not None:
+            self.whole.retried(latency_s)
 
     @property
     def in_flight(self) -> int:
@@ -241,7 +212,7 @@ class Tally:
         return self.sent - self.ok - self.wrong - self.errors
 
     def report(
-        self, *, sending_s: float, intended_rate: float, generator_busy: float, tiers: Iterable["TierTally"] = ()
+        self, *, sending_s: float, intended_rate: float, generator_busy: float, tiers: Iterable["Tally"] = ()
     ) -> Report:
         """The result so far, after `sending_s` seconds of arrivals."""
         answered = self.ok + self.wrong
@@ -254,7 +225,6 @@ class Tally:
             status = {"200": answered, **status}
         if self.unasked:
             status["unasked"] = self.unasked
-        latency, queue = self.latency, self.queue
         return Report(
             sent=self.sent,
             ok=self.ok,
@@ -262,63 +232,21 @@ class Tally:
             wrong=self.wrong,
             rate=round(answered / duration_s, 1),
             status=status,
-            latency_ms=Quantiles(
-                p50=_rounded(latency.percentile(0.5)),
-                p90=_rounded(latency.percentile(0.9)),
-                p99=_rounded(latency.percentile(0.99)),
-                p999=_rounded(latency.percentile(0.999)),
-                max=_rounded(latency.percentile(1.0)),
-            ),
-            queue_ms=QueueQuantiles(p50=_rounded(queue.percentile(0.5)), p99=_rounded(queue.percentile(0.99))),
-            batch_mean=_rounded(self.told_batch / self.batches) if self.batches else None,
+            latency_ms=self.latency.quantiles(),
+            queue_ms=self.queue.quantiles(),
+            batch_mean=round(self.told_batch / self.batches, 3) if self.batches else None,
             intended_rate=round(intended_rate, 1),
             unanswered=self.in_flight,
             generator_busy=round(generator_busy, 3),
-            behind_ms=Lateness(p99=_rounded(self.behind.percentile(0.99)), max=_rounded(self.behind.percentile(1.0))),
-            refusal_ms=_refusal_quantiles(self.refusals),
+            behind_ms=self.behind.quantiles(),
+            refusal_ms=self.refusals.quantiles(),
             retries=self.retries,
             tiers={tier.name: tier.tier_report(duration_s) for tier in tiers},
         )
 
-
-class TierTally(Tally):
-    """The requests of one tier; each counts in the whole, too."""
-
-    __slots__ = ("name", "whole")
-
-    def __init__(self, name: str, whole: Tally, *, keep_record: bool = False) -> None:
-        super().__init__(keep_record=keep_record)
-        self.name = name
-        self.whole = whole
-
-    def came_due(self) -> None:
-        """Here and in the whole."""
-        self.sent += 1
-        self.whole.sent += 1
-
-    def right(self, latency_s: float, now: float, queue_ms: float, batch_size: int) -> None:
-        """Here and in the whole."""
-        super().right(latency_s, now, queue_ms, batch_size)
-        self.whole.right(latency_s, now, queue_ms, batch_size)
-
-    def mismatched(self, latency_s: float, now: float) -> None:
-        """Here and in the whole."""
-        super().mismatched(latency_s, now)
-        self.whole.mismatched(latency_s, now)
-
-    def failed(self, kind: str, latency_s: float, now: float) -> None:
-        """Here and in the whole."""
-        super().failed(kind, latency_s, now)
-        self.whole.failed(kind, latency_s, now)
-
-    def retried(self, latency_s: float) -> None:
-        """Here and in the whole."""
-        super().retried(latency_s)
-        self.whole.retried(latency_s)
-
     def tier_report(self, duration_s: float) -> TierReport:
-        """The result so far; the whole run took so long."""
-        status, latency = self.status, self.latency
+        """The result of this tier so far; the whole run took so long."""
+        status = self.status
         shed, limited = status["503"], status["429"]
         timed_out = sum(status[kind] for kind in TIMEOUTS)
         return TierReport(
@@ -332,15 +260,7 @@ class TierTally(Tally):
             unanswered=self.in_flight,
             goodput=round(self.ok / duration_s, 1),
             retries=self.retries,
-            latency_ms=TierQuantiles(*(_rounded(latency.percentile(share)) for share in (0.5, 0.95, 0.99))),
-            refusal_ms=_refusal_quantiles(self.refusals),
-            status=dict(sorted(self.status.items())),
+            latency_ms=self.latency.quantiles(),
+            refusal_ms=self.refusals.quantiles(),
+            status=dict(sorted(status.items())),
         )
-
-
-def _refusal_quantiles(refusals: LogHistogram) -> RefusalQuantiles:
-    return RefusalQuantiles(p50=_rounded(refusals.percentile(0.5)), p99=_rounded(refusals.percentile(0.99)))
-
-
-def _rounded(value: float | None) -> float | None:
-    return None if value is None else round(value, 3)

@@ -10,6 +10,8 @@ from random import Random
 
 import msgspec
 
+from carpool.tools.bench.schedule import BadOption
+
 TIERS_HELP = (
     "Requests of several tiers, NAME=KEYFILE:SHARE each: NAME for the report, a file with the API key to send "
     "(env:VARIABLE: from the environment; nothing: no key), the share of the requests. "
@@ -18,10 +20,6 @@ TIERS_HELP = (
 FROM_ENVIRONMENT = "env:"
 # Turns in which requests of the tiers come: shares are exact to a thousandth.
 TURNS = 1000
-
-
-class BadTiers(ValueError):
-    """The text does not describe tiers; the message says what to change, and shows no key."""
 
 
 class TierLoad(msgspec.Struct, frozen=True):
@@ -40,7 +38,7 @@ def parse_tiers(text: str) -> list[TierLoad]:
     """The tiers in the syntax of TIERS_HELP, with their keys."""
     tiers = [_parse_tier(part.strip()) for part in text.split(",")]
     if len({tier.name for tier in tiers}) < len(tiers):
-        raise BadTiers("a tier is named twice")
+        raise BadOption("a tier is named twice")
     return tiers
 
 
@@ -48,13 +46,13 @@ def _parse_tier(part: str) -> TierLoad:
     name, equals, rest = part.partition("=")
     source, colon, share_text = rest.rpartition(":")
     if not name or not equals or not colon:
-        raise BadTiers(f"{part!r} is not NAME=KEYFILE:SHARE")
+        raise BadOption(f"{part!r} is not NAME=KEYFILE:SHARE")
     try:
         share = float(share_text)
     except ValueError:
         share = 0.0
     if not 0 < share < float("inf"):
-        raise BadTiers(f"{share_text!r} is not a share above 0")
+        raise BadOption(f"{share_text!r} is not a share above 0")
     return TierLoad(name, share, read_key(source))
 
 
@@ -71,9 +69,9 @@ def read_key(source: str) -> str:
         try:
             key = Path(source).read_text().strip()
         except (OSError, UnicodeDecodeError) as fault:
-            raise BadTiers(f"{where} cannot be read: {getattr(fault, 'strerror', 'not text')}") from None
+            raise BadOption(f"{where} cannot be read: {getattr(fault, 'strerror', 'not text')}") from None
     if not key or not key.isascii() or not key.isprintable() or " " in key:
-        raise BadTiers(f"{where} has no key in it")
+        raise BadOption(f"{where} has no key in it")
     return key
 
 

@@ -6,10 +6,13 @@ as for one input, as GPUs do, about, as long as a batch does not fill them.
 """
 
 import asyncio
+import os
+import sys
 from collections.abc import Callable, Sequence
 from heapq import heapify, heapreplace
 from math import ceil, inf
 from random import Random
+from typing import cast
 
 import msgspec
 
@@ -41,11 +44,9 @@ class Side(msgspec.Struct, frozen=True):
     """The result of one of the two."""
 
     # With the given GPUs. None: they cannot keep up, and the queue grows without end.
-    p50_ms: float | None
     p99_ms: float | None
     # GPUs needed to hold P99_MS_MAX.
     gpus_needed: int
-    mean_batch: float
 
 
 class Comparison(msgspec.Struct, frozen=True):
@@ -53,7 +54,6 @@ class Comparison(msgspec.Struct, frozen=True):
 
     rate: float
     gpus: int
-    latency_ms: float
     p99_ms_max: float
     one_by_one: Side
     carpool: Side
@@ -62,13 +62,20 @@ class Comparison(msgspec.Struct, frozen=True):
 def compare(rate: float, gpus: int, latency_ms: float, policy: PolicyName = "adaptive", seed: int = 1) -> Comparison:
     """Both at this rate."""
     arrivals = draw_arrivals(rate, seed)
+
+    def side(latencies: Callable[[int], Sequence[float]], inputs_a_call: int) -> Side:
+        # How many GPUs are busy all the time.
+        load = len(arrivals) / arrivals[-1] * latency_ms / 1000 / inputs_a_call
+        needed = fewest(lambda count: p99_ms(latencies(count)) <= P99_MS_MAX, load)
+        # Without a steady state latencies only tell how long the simulation ran.
+        return Side(p99_ms(latencies(gpus)) if load < gpus else None, needed)
+
     return Comparison(
         rate,
         gpus,
-        latency_ms,
         P99_MS_MAX,
-        singly(arrivals, gpus, latency_ms),
-        shared(arrivals, gpus, latency_ms, policy),
+        side(lambda count: one_by_one(arrivals, count, latency_ms), 1),
+        side(lambda count: Ride(arrivals, count, latency_ms, policy).run(), BATCHING.max_batch),
     )
 
 
@@ -82,18 +89,6 @@ def draw_arrivals(rate: float, seed: int) -> list[float]:
     return arrivals
 
 
-def singly(arrivals: Sequence[float], gpus: int, latency_ms: float) -> Side:
-    """One request a call."""
-    needed = fewest(
-        lambda count: keeps_up(one_by_one(arrivals, count, latency_ms)), rate_of(arrivals) * latency_ms / 1000
-    )
-    latencies = one_by_one(arrivals, gpus, latency_ms)
-    is_steady = rate_of(arrivals) * latency_ms / 1000 < gpus
-    return Side(
-        quantile(latencies, 0.5) if is_steady else None, quantile(latencies, 0.99) if is_steady else None, needed, 1.0
-    )
-
-
 def one_by_one(arrivals: Sequence[float], gpus: int, latency_ms: float) -> list[float]:
     """Latencies in ms, in the order of arrival."""
     free_at = [0.0] * gpus
@@ -105,21 +100,6 @@ def one_by_one(arrivals: Sequence[float], gpus: int, latency_ms: float) -> list[
         heapreplace(free_at, done)
         latencies.append((done - at) * 1000)
     return latencies
-
-
-def shared(arrivals: Sequence[float], gpus: int, latency_ms: float, policy: PolicyName) -> Side:
-    """As Carpool does it."""
-    load = rate_of(arrivals) * latency_ms / 1000 / BATCHING.max_batch
-    needed = fewest(lambda count: keeps_up(Ride(arrivals, count, latency_ms, policy).run()), load)
-    ride = Ride(arrivals, gpus, latency_ms, policy)
-    latencies = ride.run()
-    return side(latencies, load < gpus, needed, round(len(arrivals) / ride.batches, 1))
-
-
-def side(latencies: Sequence[float], is_steady: bool, needed: int, mean_batch: float) -> Side:
-    """One side. Without a steady state latencies only tell how long the simulation ran: there are none."""
-    p50, p99 = (quantile(latencies, 0.5), quantile(latencies, 0.99)) if is_steady else (None, None)
-    return Side(p50, p99, needed, mean_batch)
 
 
 def fewest(is_enough: Callable[[int], bool], load: float) -> int:
@@ -136,20 +116,10 @@ def fewest(is_enough: Callable[[int], bool], load: float) -> int:
     return high
 
 
-def keeps_up(latencies: Sequence[float]) -> bool:
-    """Whether the p99 is held."""
-    return quantile(latencies, 0.99) <= P99_MS_MAX
-
-
-def quantile(latencies: Sequence[float], share: float) -> float:
-    """A quantile of the latencies, without those of the warm-up."""
+def p99_ms(latencies: Sequence[float]) -> float:
+    """The 99th percentile, without the latencies of the warm-up."""
     counted = sorted(latencies[int(len(latencies) * WARM_UP) :])
-    return round(counted[min(len(counted) - 1, int(share * len(counted)))], 1)
-
-
-def rate_of(arrivals: Sequence[float]) -> float:
-    """Requests a second."""
-    return len(arrivals) / arrivals[-1]
+    return round(counted[min(len(counted) - 1, int(0.99 * len(counted)))], 1)
 
 
 class Ride:
@@ -169,7 +139,6 @@ class Ride:
         self._latencies = [0.0] * len(arrivals)
         self._settled = 0
         self._arrived = 0
-        self.batches = 0
 
     def run(self) -> list[float]:
         """Latencies in ms, in the order of arrival."""
@@ -184,8 +153,6 @@ class Ride:
         self._all_settled = asyncio.Event()
         asyncio.get_running_loop().call_at(self._arrivals[0], self._arrive)
         await self._engine.run(self._all_settled.wait())
-        (service,) = self._engine.serving.services
-        self.batches = sum(service.loop.batches.values())
 
     def _arrive(self) -> None:
         at = self._arrivals[self._arrived]
@@ -200,3 +167,10 @@ class Ride:
         self._settled += 1
         if self._settled == len(self._arrivals):
             self._all_settled.set()
+
+
+if __name__ == "__main__":
+    os.nice(10)  # the demo goes on meanwhile
+    _rate, _gpus, _latency_ms, _policy = sys.argv[1:]
+    _found = compare(float(_rate), int(_gpus), float(_latency_ms), cast(PolicyName, _policy))
+    sys.stdout.buffer.write(msgspec.json.encode(_found))

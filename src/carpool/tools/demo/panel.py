@@ -21,21 +21,31 @@ from carpool.core.errors import Malformed
 from carpool.core.ports import Caller
 from carpool.face.http.exchange import Exchange
 from carpool.settings.schema import TierSettings
-from carpool.tools.demo.load import LoadOrder, LoadPart
+from carpool.tools.bench.run import BenchOptions, default_connections
+from carpool.tools.bench.schedule import Segment
+from carpool.tools.bench.tiers import TierLoad
+from carpool.tools.demo import reachable
 
 logger = logging.getLogger("carpool")
 
 POLICIES: tuple[PolicyName, ...] = ("adaptive", "fixed", "pid")
-# The share of the load that each tier has, the highest first; what is left is the lowest one's.
-SHARES = (0.1, 0.3)
 # A flood is so many times what the GPUs can serve, but no more than this machine can send.
 FLOOD_TIMES, FLOOD_RPS_MAX = 1.2, 5000.0
 RATE_MAX = 20_000
 # The load must be unchanged for so long before it is compared; and a comparison may take so long.
 STILL_S, COMPARE_S_MAX = 0.4, 60.0
 LOOK_S = 0.2
+PAYLOAD_BYTES = 200
+# A load goes on for so long.
+FOREVER_S = 30 * 24 * 3600.0
 # So many good inputs come with a poisonous one.
 BESIDE_POISON = 15
+
+
+def tier_shares(count: int) -> list[float]:
+    """The share of the load that each of so many tiers has, the highest first: the lower, the more (0.1, 0.3, 0.6)."""
+    weights = [number * (number + 1) for number in range(1, count + 1)]
+    return [weight / sum(weights) for weight in weights]
 
 
 class PanelChange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -76,7 +86,7 @@ class DemoPanel:
         self._is_flooded = False
         self._dead: set[int] = set()
         self._comparison: Any = None
-        self._comparing: asyncio.TimerHandle | None = None
+        self._comparing: asyncio.Task[None] | None = None
         self._load: asyncio.subprocess.Process | None = None
         self._starting = asyncio.Lock()
         self._process: Process
@@ -141,7 +151,7 @@ class DemoPanel:
             self._is_flooded = self._is_flooded if wish.flood is UNSET else wish.flood
             self._process.runtime.in_background(self._order())
         if wish.rate is not UNSET or wish.policy is not UNSET:
-            self._compare_soon()
+            self._compare_anew()
 
     def _policy_name(self) -> str:
         return type(self._loops[0].policy).__name__.lower() if self._loops else ""
@@ -152,27 +162,31 @@ class DemoPanel:
     # The load
 
     def _host(self) -> str:
-        host = self._process.runtime.settings.gateway.host
-        return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-
-    def _url(self) -> str:
-        host = self._host()
-        return f"http://{f'[{host}]' if ':' in host else host}:{self._process.port}"
+        return reachable(self._process.runtime.settings.gateway.host)
 
     async def _order(self) -> None:
         tiers = self._process.runtime.settings.tiers
-        shares = [*SHARES, 1.0][: len(tiers) - 1]
-        shares.append(max(0.0, 1.0 - sum(shares)))
-        rates = [self._rate * share for share in shares]
+        rates = [self._rate * share for share in tier_shares(len(tiers))]
         rates[-1] += self._flood_rps() if self._is_flooded else 0.0
-        parts = [LoadPart(tier.name, rate, key) for tier, rate, key in zip(tiers, rates, self._keys, strict=True)]
+        segments = [Segment(sum(rates), FOREVER_S)] if any(rates) else []
+        options = BenchOptions(
+            url=f"http://{self._host()}:{self._process.port}",
+            segments=segments,
+            connections=default_connections(segments),
+            payload_bytes=PAYLOAD_BYTES,
+            tiers=[TierLoad(tier.name, rate, key) for tier, rate, key in zip(tiers, rates, self._keys, strict=True)],
+        )
         async with self._starting:
             if self._load is None:
                 self._load = await asyncio.create_subprocess_exec(
-                    sys.executable, "-m", "carpool", "demo-load", stdin=asyncio.subprocess.PIPE, start_new_session=True
+                    sys.executable,
+                    "-m",
+                    "carpool.tools.demo.load",
+                    stdin=asyncio.subprocess.PIPE,
+                    start_new_session=True,
                 )
         if self._load.stdin is not None:
-            self._load.stdin.write(msgspec.json.encode(LoadOrder(self._url(), parts)) + b"\n")
+            self._load.stdin.write(msgspec.json.encode(options) + b"\n")
 
     def _end_load_in_a_drain(self) -> None:
         """End the load at a drain, which would wait for it."""
@@ -192,7 +206,7 @@ class DemoPanel:
         """Send one input as a client of the second tier."""
         body = msgspec.json.encode({"input": text})
         key = self._keys[min(1, len(self._keys) - 1)]
-        reader, writer = await asyncio.open_connection(self._host(), self._process.port)
+        reader, writer = await asyncio.open_connection(self._host().strip("[]"), self._process.port)
         writer.write(
             b"POST /v1/inference HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nAuthorization: Bearer %b\r\n"
             b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n%b" % (key.encode(), len(body), body)
@@ -202,25 +216,22 @@ class DemoPanel:
 
     # The comparison
 
-    def _compare_soon(self) -> None:
+    def _compare_anew(self) -> None:
         if self._comparing is not None:
             self._comparing.cancel()
-        self._comparison = None
+        self._comparison = self._comparing = None
         if self._rate:
-            loop = asyncio.get_running_loop()
-            self._comparing = loop.call_later(
-                STILL_S, lambda: self._process.runtime.in_background(self._compare(self._rate, self._policy_name()))
-            )
+            self._comparing = asyncio.get_running_loop().create_task(self._compare())
 
-    async def _compare(self, rate: float, policy: str) -> None:
-        told = f"{rate}", f"{self._gpus.count * self._gpus.slots}", f"{self._gpus.latency_ms}", policy
-        command = [sys.executable, "-m", "carpool", "demo-compare", *told]
+    async def _compare(self) -> None:
+        await asyncio.sleep(STILL_S)
+        told = self._rate, self._gpus.count * self._gpus.slots, self._gpus.latency_ms, self._policy_name()
+        command = [sys.executable, "-m", "carpool.tools.demo.compare", *map(str, told)]
         child = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE, start_new_session=True)
         try:
             async with asyncio.timeout(COMPARE_S_MAX):
                 output, _ = await child.communicate()
-            if (rate, policy) == (self._rate, self._policy_name()):
-                self._comparison = msgspec.json.decode(output)
+            self._comparison = msgspec.json.decode(output)
         except (TimeoutError, msgspec.DecodeError):
             logger.warning("the demo's comparison failed")
         finally:
@@ -231,6 +242,7 @@ class DemoPanel:
     async def _close(self) -> None:
         if self._comparing is not None:
             self._comparing.cancel()
+            await asyncio.wait([self._comparing])
         if self._load is not None and self._load.stdin is not None:
             self._load.stdin.close()
             await self._load.wait()
