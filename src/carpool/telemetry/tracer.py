@@ -34,7 +34,7 @@ from carpool.core.trace import (
     traceparent_of,
 )
 from carpool.telemetry.sampling import Ratio
-from carpool.telemetry.spans import LINKS_MAX, Error, Spans
+from carpool.telemetry.spans import LINKS_MAX, Spans
 
 # How often the wall clock is looked at; and how many refusals are kept meanwhile because their callers ask.
 WINDOW_S = 1.0
@@ -184,14 +184,16 @@ class Tracer(Subscriber):
         if isinstance(outcome, Output):
             self._write_request(request, trace, outcome.call, None)
         else:
-            self._write_request(request, trace, None, type(outcome))
+            self._write_request(request, trace, None, outcome)
 
     def ended(self, batch: Batch, requests: Sequence[Request]) -> None:
         """A batch is over."""
         if batch.trace is not None and batch.is_traced:
             self._write_batch(batch, batch.trace)
 
-    def _write_request(self, request: Request, trace: Trace, call: CallFacts | None, error: Error) -> None:
+    def _write_request(
+        self, request: Request, trace: Trace, call: CallFacts | None, error: CarpoolError | None
+    ) -> None:
         self.kept[trace.why] += 1
         self._add(self._spans.request(request, trace, call, error), 2)
         if call is not None and not call.cached and not request.is_task:  # it is among those that metrics count
