@@ -235,6 +235,8 @@ class UpstreamDispatcher:
 
     def _limit_is_learned(self, member: EndpointState) -> None:
         self._pool.has_batch_limits = True
+        # That explains what it refused before.
+        self.quarantined.forgive_all(self._model)
         self._when_limit_is_learned(member)
 
     def _blame(self, members: Iterable[EndpointState], owners: Collection[str]) -> None:
