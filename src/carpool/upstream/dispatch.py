@@ -288,9 +288,10 @@ class UpstreamDispatcher:
 
     async def _call(self, call: Call) -> None:
         """Make a call and report what became of it."""
-        if any(request.phase == DONE for request in call.members):  # they left since this was decided
-            call = call._replace(members=[request for request in call.members if request.phase != DONE])
-            if not call.members:
+        waiting = [request for request in call.members if request.phase != DONE]
+        if len(waiting) < len(call.members):  # some left since this was decided
+            call = call._replace(members=waiting)
+            if not waiting:
                 self._handle(Left(call))
                 return
         traces = self._traces

@@ -156,7 +156,7 @@ class Job:
         self.doubts = 0
         # The failures after which another endpoint was asked, and the last failure of all.
         self.failures: list[tuple[EndpointState, Failure]] = []
-        self.last = out_of_time()
+        self.last: Failure | None = None
         # When it may be sent again.
         self.ready_at = now
         # The search of which this is a step, and the group that is sent.
@@ -499,7 +499,8 @@ class Scheduler:
     def live(self, requests: Iterable[Request]) -> list[Request]:
         """The requests that still wait and whose deadline has not passed."""
         now, decided = self._now, self._decided
-        return [each for each in requests if each.phase != DONE and each.deadline > now and each not in decided]
+        live = [each for each in requests if each.phase != DONE and each.deadline > now]
+        return [each for each in live if each not in decided] if decided else live
 
     def give_up_all(self) -> list[Request]:
         """This process leaves: forget what waits, and say which requests that were."""
@@ -762,7 +763,7 @@ class Scheduler:
             job.ready_at = self._now + pause_s
             self._retries.append(job)
         else:
-            self._over(job, job.last)
+            self._over(job, job.last or out_of_time())
 
     def _time_left(self, job: Job) -> float:
         """Seconds until the last deadline of those that still wait."""
@@ -842,7 +843,7 @@ class Scheduler:
                 continue
             if self._time_left(job) <= 0.0:
                 self._retries.remove(job)
-                self._over(job, job.last)
+                self._over(job, job.last or out_of_time())
                 continue
             wish = EndpointPreference(frozenset(failed for failed, _ in job.failures), known_well=True)
             member = self.pool.take_at_once(wish) if wish not in unmet else None
