@@ -306,10 +306,6 @@ class Pool:
         """Whether `take_at_once` would find a slot."""
         return self._find_free(wish) is not None
 
-    def fits(self, member: EndpointState, wish: EndpointPreference) -> bool:
-        """Whether none of the endpoints in use fits better."""
-        return self._fit(member, wish) >= self._best_fit(wish)
-
     def batch_max(self, wanted: int) -> int:
         """How many of `wanted` inputs any endpoint in use takes in a call."""
         if not self.has_batch_limits:
