@@ -20,11 +20,11 @@ from carpool.testing import (
     Witness,
     make_request,
 )
-from carpool.upstream.attempts import DEAD_IN_A_ROW_MAX
 from carpool.upstream.codecs import JsonCodec
 from carpool.upstream.dispatch import UpstreamDispatcher
 from carpool.upstream.pool import Pool
 from carpool.upstream.retry import RetryBudget
+from carpool.upstream.scheduler import DEAD_IN_A_ROW_MAX
 
 ATTEMPTS = 3
 UNSENT = ConnectionWasDeadError("closed", closed_before_sent=True)

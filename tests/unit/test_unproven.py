@@ -53,7 +53,7 @@ def test_nobody_is_an_offender_and_nothing_a_letter_before_the_first_answer(stat
         await asyncio.sleep(10.0)
         told += [stand.witness.outcome(request) for request in requests]
         assert not any(isinstance(outcome, Output) for outcome in told)
-        assert not stand.quarantined and not letters.buried and not stand.dispatcher.poisoned
+        assert not stand.quarantined and not letters.buried and not stand.dispatcher.scheduler.poisoned
         assert stand.pool.has_never_worked() and stand.broker.held == 0
         asked = [member for member in stand.pool.members if member.trouble is not None]
         assert asked and all(f"it answered {status}" in member.trouble.text for member in asked if member.trouble)

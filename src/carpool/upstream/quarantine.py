@@ -87,6 +87,11 @@ class Quarantine:
             self._scores[rider] = (score, now)
             self._look(rider, score)
 
+    def forgive_all(self, model: str) -> None:
+        """What was refused at a model until now was no owner's fault, as far as is known."""
+        for rider in [rider for rider in self._scores if rider.model == model]:
+            self._forget(rider)
+
     def passed(self, model: str, owner: str, now: float) -> None:
         """An input of this owner was answered."""
         rider = Rider(model, owner)
