@@ -53,8 +53,9 @@ class BareDispatcher:
         self.call_seconds = Histogram(SECONDS_BOUNDS)
         self.calls = {"ok": 0}
         # What batching and metrics ask for.
-        self.scheduler = pool
-        pool.steps = pool.poisoned = pool.unresolved = pool.searching = 0
+        self.scheduler: Any = pool
+        for name in ("steps", "poisoned", "unresolved", "searching"):
+            setattr(pool, name, 0)
 
     def batch_max(self, lane: LaneQueue, max_batch: int) -> int:
         return max_batch

@@ -43,7 +43,7 @@ def test_where_few_wait_a_search_takes_slots_for_nothing() -> None:
     stand = Stand(FakeUpstream(slots=2).then(failing(400), delay_s=SERVICE_S, times=9999), max_batch=64)
 
     async def main() -> None:
-        stand.pool.isolation = account = Account(0.2)
+        stand.dispatcher.scheduler.slot_share = account = Account(0.2)
         account.pay(OWED_S)  # far more than it earns while this lasts
         requests: list[Request] = []
         bad: list[Request] = []
