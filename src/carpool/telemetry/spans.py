@@ -6,6 +6,7 @@ code. Attributes of Carpool's own begin with `carpool.`. What is the same for ma
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from carpool.core.batch import Batch
@@ -35,7 +36,16 @@ LINKS_MAX = 128
 
 _QUEUE = named("queue", INTERNAL)
 
-Error = type[CarpoolError] | None
+
+class Result(NamedTuple):
+    """How a request ended: the code of its error, or "", and its status by HTTP and by gRPC."""
+
+    code: str = ""
+    status: int = 200
+    grpc_status: int = 0
+
+
+OK = Result()
 
 
 class Spans:
@@ -47,11 +57,11 @@ class Spans:
         # What to add to monotonic nanoseconds for those since 1970.
         self.offset_ns = 0
 
-    def request(self, request: Request, trace: Trace, call: CallFacts | None, error: Error) -> bytes:
+    def request(self, request: Request, trace: Trace, call: CallFacts | None, error: CarpoolError | None) -> bytes:
         """The span of a request that has its outcome, and that of its wait in the queue."""
         route = "" if request.is_task else getattr(request.waiter, "route", "")
         tier = self._tiers[min(request.tier, len(self._tiers) - 1)]
-        rest = request_part(route, request.model, tier, request.owner, trace.why, request.is_task, error)
+        rest = request_part(route, request.model, tier, request.owner, trace.why, request.is_task, result_of(error))
         request_id = request.id.encode()
         rest += head_of_id(len(request_id)) + request_id
         if call is None:
@@ -69,7 +79,7 @@ class Spans:
 
     def refusal(self, trace: Trace, method: str, route: str, error: CarpoolError, now: float) -> bytes:
         """The span of a request that did not come in."""
-        rest = refusal_part(method, route, trace.why, type(error))
+        rest = refusal_part(method, route, trace.why, result_of(error))
         if trace.state:
             rest += trace_state(trace.state)
         at = self._ns(now)
@@ -95,13 +105,18 @@ class Spans:
         return int(at * 1e9) + self.offset_ns
 
 
+def result_of(error: CarpoolError | None) -> Result:
+    """The result of a request with this error, or with none."""
+    return OK if error is None else Result(error.code, error.status, GRPC_STATUS[error.grpc_code])
+
+
 @lru_cache(COMMON_KEPT_MAX)
-def request_part(route: str, model: str, tier: str, owner: str, why: str, is_task: bool, error: Error) -> bytes:
+def request_part(route: str, model: str, tier: str, owner: str, why: str, is_task: bool, result: Result) -> bytes:
     """What the spans of many requests have in common."""
-    part = named("task", CONSUMER) if is_task else face_part("POST" if route else "", route, error)
+    part = named("task", CONSUMER) if is_task else face_part("POST" if route else "", route, result)
     part += attributes(
         [
-            ("error.type", None if error is None else error.code),
+            ("error.type", result.code or None),
             ("gen_ai.request.model", model),
             ("carpool.tier", tier),
             ("carpool.owner", owner or None),
@@ -109,36 +124,35 @@ def request_part(route: str, model: str, tier: str, owner: str, why: str, is_tas
         ]
     )
     # By convention a fault of the client is no error of the server's span.
-    return part + ERROR if error is not None and error.status >= 500 else part
+    return part + ERROR if result.status >= 500 else part
 
 
 @lru_cache(COMMON_KEPT_MAX)
-def refusal_part(method: str, route: str, why: str, error: type[CarpoolError]) -> bytes:
+def refusal_part(method: str, route: str, why: str, result: Result) -> bytes:
     """The same for requests that did not come in."""
-    part = face_part(method, route, error) + attributes([("error.type", error.code), ("carpool.kept", why)])
-    return part + ERROR if error.status >= 500 else part
+    part = face_part(method, route, result) + attributes([("error.type", result.code), ("carpool.kept", why)])
+    return part + ERROR if result.status >= 500 else part
 
 
-def face_part(method: str, route: str, error: Error) -> bytes:
+def face_part(method: str, route: str, result: Result) -> bytes:
     """What a span says of how its request came: over HTTP, by gRPC (`service/method`), or in a message of a stream."""
     if not method:
         return named("inference", SERVER)
     if route and route[0] != "/":
         service, _, call = route.rpartition("/")
-        status = 0 if error is None else GRPC_STATUS[error.grpc_code]
         return named(route, SERVER) + attributes(
             [
                 ("rpc.system", "grpc"),
                 ("rpc.service", service),
                 ("rpc.method", call),
-                ("rpc.grpc.status_code", status),
+                ("rpc.grpc.status_code", result.grpc_status),
             ]
         )
     return named(f"{method} {route}" if route else method, SERVER) + attributes(
         [
             ("http.request.method", method),
             ("http.route", route or None),
-            ("http.response.status_code", 200 if error is None else error.status),
+            ("http.response.status_code", result.status),
         ]
     )
 

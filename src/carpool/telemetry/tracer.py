@@ -34,7 +34,7 @@ from carpool.core.trace import (
     traceparent_of,
 )
 from carpool.telemetry.sampling import Ratio
-from carpool.telemetry.spans import LINKS_MAX, Error, Spans
+from carpool.telemetry.spans import LINKS_MAX, Spans
 
 # How often the wall clock is looked at; and how many refusals are kept meanwhile because their callers ask.
 WINDOW_S = 1.0
@@ -165,9 +165,13 @@ class Tracer(Subscriber):
 
     def all_settled(self, requests: Sequence[Request], outputs: Sequence[Output]) -> None:
         """Requests got their outputs at the same time: `settled` for many, on the hot path."""
+        last: tuple[Request, Trace, CallFacts] | None = None
         for request, output in zip(requests, outputs, strict=True):
             if request.trace is not None and not request.is_shared:
                 self._write_request(request, request.trace, output.call, None)
+                last = request, request.trace, output.call
+        if last is not None:
+            self._show_as_example(*last)  # one of them is enough
 
     def settled(self, request: Request, outcome: Outcome) -> None:
         """A request got its outcome."""
@@ -183,18 +187,24 @@ class Tracer(Subscriber):
                     self._write_batch(batch, batch.trace)
         if isinstance(outcome, Output):
             self._write_request(request, trace, outcome.call, None)
+            self._show_as_example(request, trace, outcome.call)
         else:
-            self._write_request(request, trace, None, type(outcome))
+            self._write_request(request, trace, None, outcome)
 
     def ended(self, batch: Batch, requests: Sequence[Request]) -> None:
         """A batch is over."""
         if batch.trace is not None and batch.is_traced:
             self._write_batch(batch, batch.trace)
 
-    def _write_request(self, request: Request, trace: Trace, call: CallFacts | None, error: Error) -> None:
+    def _write_request(
+        self, request: Request, trace: Trace, call: CallFacts | None, error: CarpoolError | None
+    ) -> None:
         self.kept[trace.why] += 1
         self._add(self._spans.request(request, trace, call, error), 2)
-        if call is not None and not call.cached and not request.is_task:  # it is among those that metrics count
+
+    def _show_as_example(self, request: Request, trace: Trace, call: CallFacts) -> None:
+        """Let the metrics name this trace, if its request is among those that they count."""
+        if not call.cached and not request.is_task:
             took_s = request.ended - request.arrived
             self._seconds.by_tier[request.tier].exemplify(took_s, trace.trace_id.hex(), self._wall())
 

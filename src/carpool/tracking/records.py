@@ -161,7 +161,7 @@ def microseconds(seconds: float) -> int:
 
 def clean(row: Row) -> Row:
     """A row that can be written (rule 4), else the same."""
-    return row._make(cleaned(name, value) for name, value in zip(row._fields, row, strict=True))
+    return row._replace(**{name: cleaned(name, value) for name, value in row._asdict().items()})
 
 
 def cleaned(name: str, value: Any) -> Any:
