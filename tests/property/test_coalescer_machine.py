@@ -87,12 +87,14 @@ class CoalescerMachine(RuleBasedStateMachine):
         each=st.lists(
             st.tuples(st.integers(1, 2), st.sampled_from("xy"), st.sampled_from([0.05, 1.0, 4.0])), min_size=2
         ),
+        found_out=st.sampled_from(["", "x", "y"]),
     )
-    def ask_together(self, value: bytes, each: list[tuple[int, str, float]]) -> Any:
-        """Identical requests at once: most of them join."""
-        return multiple(
-            *(self.ask(value, tier, owner, NO_OPTIONS, timeout_s, False) for tier, owner, timeout_s in each)
-        )
+    def ask_together(self, value: bytes, each: list[tuple[int, str, float]], found_out: str) -> Any:
+        """Identical requests at once: most of them join. Then one of their owners may be quarantined."""
+        asked = [self.ask(value, tier, owner, NO_OPTIONS, timeout_s, False) for tier, owner, timeout_s in each]
+        if found_out:
+            self.door.quarantined.add(("m", found_out))
+        return multiple(*asked)
 
     @rule(request=asked)
     def leave(self, request: Request) -> None:
@@ -170,6 +172,12 @@ class CoalescerMachine(RuleBasedStateMachine):
             assert isinstance(outcome, ClientLeft) == (request.id in self.left)
         assert 0 <= self.door.coalescer.held <= 13 + len(self.far.asked if self.far else ())
         assert self.door.counts().total() == len(self.door.witness.told) - self.refused
+
+    @invariant()
+    def each_leader_that_waits_has_members(self) -> None:
+        if hasattr(self, "door"):
+            for leader in self.door.broker.waiting_requests():
+                assert not leader.is_shared or (isinstance(leader.waiter, SharedRequest) and leader.waiter.members)
 
     @invariant()
     def each_that_waits_has_a_leader_or_is_looked_for(self) -> None:
