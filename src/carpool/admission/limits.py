@@ -58,11 +58,11 @@ class LocalLimits:
             self._share(self._sharers())
         now = self._clock()
         bucket = self._buckets.get(caller.account) or self._open(caller.account, limit, now)
-        if not bucket.take(now):
-            return refusal(limit, bucket, 1)
-        tokens = bucket.tokens
-        # `limit_lines`, a call less.
-        return _lines(limit.per_minute, int(tokens + ROUNDING), ceil((bucket.burst - tokens) / bucket.rate - ROUNDING))
+        came_in, tokens = bucket.take(now), bucket.tokens
+        full_s = (bucket.burst - tokens) / bucket.rate
+        if not came_in:
+            return over_limit(limit, (1.0 - tokens) / bucket.rate, full_s)
+        return _lines(limit.per_minute, int(tokens + ROUNDING), ceil(full_s - ROUNDING))  # `limit_lines`, a call less
 
     def enter_many(self, caller: Caller, cost: int) -> LimitVerdict:
         """A call that counts as so many, all of them or none."""
@@ -73,9 +73,11 @@ class LocalLimits:
             self._share(self._sharers())
         now = self._clock()
         bucket = self._buckets.get(caller.account) or self._open(caller.account, limit, now)
-        if not bucket.borrow(now, cost):
-            return refusal(limit, bucket, cost)
-        return limit_lines(limit.per_minute, bucket.tokens, (bucket.burst - bucket.tokens) / bucket.rate)
+        came_in, tokens = bucket.borrow(now, cost), bucket.tokens
+        full_s = (bucket.burst - tokens) / bucket.rate
+        if not came_in:
+            return over_limit(limit, (min(cost, bucket.burst) - tokens) / bucket.rate, full_s, cost)
+        return limit_lines(limit.per_minute, tokens, full_s)
 
     def _share(self, sharers: int) -> None:
         """With another number of processes each has another part, and new buckets for it."""
@@ -102,12 +104,6 @@ class LocalLimits:
     def when_known(self, caller: Caller, known: Callable[[LimitVerdict], None], cost: int = 1) -> None:
         """Never called: no caller has to wait here."""
         raise AssertionError("enter always knows")
-
-
-def refusal(limit: RateLimit, bucket: TokenBucket, cost: int) -> RateLimited:
-    """The error for a caller whose bucket has just been found to lack the tokens."""
-    tokens, burst, rate = bucket.tokens, bucket.burst, bucket.rate
-    return over_limit(limit, (min(cost, burst) - tokens) / rate, (burst - tokens) / rate, cost)
 
 
 def limit_lines(per_minute: int, left: float, full_s: float) -> bytes:

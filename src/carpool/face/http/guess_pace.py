@@ -43,9 +43,9 @@ class GuessPace:
         """An address that did not have to wait has shown a wrong token."""
         address = network_of(address)
         self._all.take(now)
-        # The address that was wrong last is the last one.
-        own = self._own[address] = self._own.pop(address, None) or TokenBucket(1 / OWN_S, OWN_MAX)
+        own = self._own.pop(address) if address in self._own else TokenBucket(1 / OWN_S, OWN_MAX)
         own.take(now)
+        self._own[address] = own  # behind the others: those that were not wrong for longest are forgotten first
         if len(self._own) > ADDRESSES_MAX:
             self._own = {each: bucket for each, bucket in self._own.items() if not bucket.is_full(now)}
             while len(self._own) > ADDRESSES_MAX // 2:
