@@ -5,13 +5,12 @@ import json
 import os
 import re
 import signal
-from functools import partial
 from pathlib import Path
 
 import redis.asyncio
 
 from support.client import ask_once, inference_body
-from support.processes import GatewayProcess, carpool, running_role, until
+from support.processes import PATIENCE_S, GatewayProcess, carpool_for, running_role, until
 from support.redis_servers import RedisServer
 
 SIM = "sim:?latency_ms=20&slots=8"
@@ -74,8 +73,8 @@ async def refused_for_its_shards(directory: Path, server: RedisServer, *command:
     """The last line of a process that has another number of shards than the fleet."""
     own = {"CARPOOL_BROKER_URL": server.url, "CARPOOL_BROKER_NAMESPACE": directory.name}
     constants = {"carpool.composition.redis_context.SHARDS_MAX": 8}
-    run = partial(carpool, *command, "--port", "0", cwd=directory, constants=constants, **own)
-    done = await asyncio.to_thread(run)
+    arguments = [*command, "--port", "0"]
+    done = await asyncio.to_thread(carpool_for, PATIENCE_S, arguments, directory, own, constants)
     assert done.returncode == 2, command
     return done.stderr.splitlines()[-1]
 

@@ -33,10 +33,11 @@ def gateway(tmp_path_factory: pytest.TempPathFactory, gpu: HeldGpu) -> Iterator[
     protocols = {"text": "json", "v2": "kserve_v2"}
     models = [f"[models.{name}]\nprotocol = '{protocol}'\n" for name, protocol in protocols.items()]
     times = "[broker]\nqueue_timeout_s = 0.3\ntotal_timeout_s = 0.3\n"
-    upstream = f"[upstream]\nendpoints = ['{gpu.url}']\nslots = 64\ntimeout_s = 60\nbreaker_failures = 1000\n"
+    upstream = f"[upstream]\nendpoints = ['{gpu.url}']\nslots = 64\ntimeout_s = 60\n"
     (directory / "carpool.toml").write_text(times + upstream + "".join(models))
     gpu.hold()
-    free = {"broker.queue_timeout_s": None, "broker.total_timeout_s": None, "upstream.timeout_s": None}
+    free: dict[str, Any] = {"broker.queue_timeout_s": None, "broker.total_timeout_s": None, "upstream.timeout_s": None}
+    free |= {"carpool.service.BREAKER_FAILURES": 1000}
     with serving(directory, "", "--grpc-port=0", "--max-batch=1", settings=free) as running:
         yield running
 

@@ -123,7 +123,7 @@ async def test_a_kill_loses_no_more_than_what_waited(tmp_path: Path) -> None:
 
 
 async def test_commands_read_what_the_configuration_names(tmp_path: Path) -> None:
-    (tmp_path / "carpool.toml").write_text('[tracking]\nstore = "sqlite"\npath = "t.db"\n')
+    (tmp_path / "carpool.toml").write_text('[tasks]\ndata_dir = "."\n[tracking]\nstore = "sqlite"\n')
     async with scripted_upstream() as upstream, running_gateway(tmp_path, upstream.url) as gateway:
         upstream.poison = "bad"
         assert (await gateway.ask("good", "X-Request-Id: mine\r\n")).status == 200
@@ -165,7 +165,6 @@ def test_commands_say_when_nothing_is_kept(tmp_path: Path) -> None:
         ({"STORE": "postgres"}, "tracking.url must be like postgresql://"),
         ({"STORE": "postgres", "URL": "mysql://user:secret@host/db"}, "must be like postgresql://"),
         ({"URL": "postgresql://host/db"}, "is of no use unless tracking.store is postgres"),
-        ({"STORE": "postgres", "URL": "postgresql://h/d", "PASSWORD_FILE": "none"}, "a file with a password"),
     ],
 )
 def test_what_does_not_go_together_is_said(tmp_path: Path, given: dict[str, str], said: str) -> None:

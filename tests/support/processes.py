@@ -233,11 +233,9 @@ def variable(key: str) -> str:
     return "CARPOOL_" + key.upper().replace(".", "_")
 
 
-def carpool(
-    *arguments: str, cwd: Path | None = None, constants: Mapping[str, object] = NO_CONSTANTS, **environment: str
-) -> "subprocess.CompletedProcess[str]":
+def carpool(*arguments: str, cwd: Path | None = None, **environment: str) -> "subprocess.CompletedProcess[str]":
     """Run a command of `carpool` to its end, in a wide terminal."""
-    return carpool_for(PATIENCE_S, arguments, cwd, environment, constants)
+    return carpool_for(PATIENCE_S, arguments, cwd, environment)
 
 
 def carpool_for(

@@ -33,11 +33,11 @@ def dump_toml(settings: Settings) -> str:
         said = msgspec.structs.asdict(tier).items()
         lines += ["[[tiers]]", *(f"{k} = {_toml(v)}" for k, v in said if v is not None)]
     lines += ["", f"# {MODEL_SUMMARY}"]
-    for name, said in settings.models.items():
-        lines += _dump_named("models", name, model_keys(""), said)
+    for name, model in settings.models.items():
+        lines += _dump_named("models", name, model_keys(""), model)
     lines += ["", f"# {summary(KeySettings)}"]
-    for name, key in settings.keys.items():
-        lines += _dump_named("keys", name, section_keys(KeySettings, ""), msgspec.structs.asdict(key))
+    for name, api_key in settings.keys.items():
+        lines += _dump_named("keys", name, section_keys(KeySettings, ""), msgspec.structs.asdict(api_key))
     return "\n".join(lines) + "\n"
 
 
