@@ -7,9 +7,7 @@
    known to be well is free, and made at once: what it heals is the fault of the endpoint that failed.
 4. Before every call, requests whose client has left or whose deadline has passed are dropped.
 5. A call whose connection was dead is sent again at once, in the same slot. That says nothing against the endpoint the
-   first time. It is an attempt, and paid for, unless the call surely was not received. The same holds for a call whose
-   answer is in doubt (repeats.py). The first of a batch is no attempt and costs nothing: the doubt is Carpool's own. An
-   endpoint cannot cause many, since none of its connections is used again until it is known how it answers.
+   first time. It is an attempt, and paid for: the call may have been received.
 6. No endpoint gets more inputs than it is known to take (limits.py), but for the one batch that tests that.
 7. A refusal that may blame an input is for isolation.py. But where the endpoint is in doubt (pool.py), another endpoint
    that is known to be well is asked first, with the whole batch: one call in place of many.
@@ -50,8 +48,7 @@ from carpool.upstream.codecs import Codec, ProtocolFaultError
 from carpool.upstream.codecs.base import Decoded, Refusal
 from carpool.upstream.endpoint import (
     AttemptFailedError,
-    ConnectionFailedError,
-    DoubtfulAnswerError,
+    ConnectionWasDeadError,
     NoAnswerError,
     UpstreamResponse,
 )
@@ -69,8 +66,6 @@ from carpool.upstream.same import Merged, still_there
 
 logger = logging.getLogger("carpool.upstream")
 
-# Dead connections that a batch may meet one after the other before they count as a failure of the endpoint.
-DEAD_IN_A_ROW_MAX = 3
 # A timer of the event loop may fire so much before its time.
 TIMER_EARLY_S = 0.01
 # A call that its clients' deadlines cut off sooner than this many times what calls take says nothing of the endpoint.
@@ -102,8 +97,8 @@ class Failure(NamedTuple):
     is_certain: bool = False
     # As a rule such a refusal blames no input: only answers that came after it show that it does here.
     needs_proof: bool = False
-    # The connection was dead, or what came on it is in doubt.
-    dead: ConnectionFailedError | None = None
+    # The connection was dead.
+    is_dead: bool = False
     # The failure says something of the endpoint: it was not only busy, and had as long as calls take.
     tells: bool = True
     # Another endpoint, which refused the same whole.
@@ -241,7 +236,7 @@ class Attempts:
         is_search: bool,
     ) -> Failure | EndpointState:
         failure = out_of_time()
-        attempt = dead_in_a_row = doubts = 0
+        attempt = dead_in_a_row = 0
         while attempt < self._attempts:
             attempt += 1
             if member is None:
@@ -268,16 +263,11 @@ class Attempts:
                 return member
             if members[0].batch is not None:
                 members[0].batch.failure = outcome.error.detail
-            was_received = outcome.dead is None or not outcome.dead.closed_before_sent
             for request in members:
-                request.sends += was_received
-            if outcome.dead is not None:
+                request.sends += 1
+            if outcome.is_dead:
                 dead_in_a_row += 1
-                is_doubt = isinstance(outcome.dead, DoubtfulAnswerError)
-                doubts += is_doubt
-                is_free = not was_received or (is_doubt and doubts == 1)
-                if self._may_send_again(attempt, dead_in_a_row, is_free=is_free):
-                    attempt -= is_free
+                if attempt < self._attempts and self._budget.take(self._clock()):
                     continue
                 outcome = outcome._replace(tells=self._give_up_dead(member, dead_in_a_row))
             dead_in_a_row = 0
@@ -358,12 +348,6 @@ class Attempts:
         is_doubted = doubt >= (DOUBT_MAX if is_limit else IN_DOUBT_FROM)
         return is_doubted and (self._others is not None or self._pool.has_well(failed))
 
-    def _may_send_again(self, attempt: int, dead_in_a_row: int, *, is_free: bool) -> bool:
-        """Whether a call whose connection was dead is sent again at once; pays for it."""
-        if dead_in_a_row > DEAD_IN_A_ROW_MAX:
-            return False
-        return is_free or (attempt < self._attempts and self._budget.take(self._clock()))
-
     def _give_up_dead(self, member: EndpointState, dead_in_a_row: int) -> bool:
         """More than one dead connection in a row is the endpoint's fault: whether it is."""
         if dead_in_a_row > 1:
@@ -433,9 +417,9 @@ class Attempts:
             setting = " (`upstream.timeout_s`)" if is_by_setting else ""
             error = UpstreamFailed(f"the inference API could not be used: {failure}{setting}")
             without_frames(failure)  # which hold the call and its answer
-            dead = failure if isinstance(failure, ConnectionFailedError) else None
-            tells = dead is not None or self._call_failed(members, member, timeout_s, started, str(failure))
-            return Failure(Refusal("elsewhere"), error, member, len(members), started, dead=dead, tells=tells)
+            is_dead = isinstance(failure, ConnectionWasDeadError)
+            tells = is_dead or self._call_failed(members, member, timeout_s, started, str(failure))
+            return Failure(Refusal("elsewhere"), error, member, len(members), started, is_dead=is_dead, tells=tells)
         except BaseException:
             is_slot_held = False
             self._pool.says_nothing(member)
