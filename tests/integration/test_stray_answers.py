@@ -352,6 +352,8 @@ def test_a_server_that_keeps_to_the_protocol_keeps_its_connection(
             for number in range(4):
                 await ask_for_own(endpoint, f"text {number}")
                 await asyncio.sleep(0.02)
+                for _ in range(5):  # a connection with an unread empty line would not be used, but is not closed
+                    await asyncio.sleep(0)
             assert (await endpoint.get("/health", TIMEOUT_S)).status == 200
             assert (upstream.connections, endpoint.stray_answers) == (1, 0)
 

@@ -126,7 +126,8 @@ class HttpEndpoint:
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 connection = await self._own.connect(self._tls(self._own))
-        except (TimeoutError, OSError, ValueError, AttemptFailedError):
+        except (TimeoutError, OSError, ValueError, AttemptFailedError) as failure:
+            without_frames(failure)  # one of which holds the failure
             return False
         connection.close()
         return True
