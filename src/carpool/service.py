@@ -6,7 +6,6 @@ import random
 from collections.abc import Callable, Sequence
 from functools import partial
 from math import inf
-from typing import TYPE_CHECKING
 
 from carpool.admission.gate import upstream_down
 from carpool.admission.input_policy import InputPolicy
@@ -38,12 +37,7 @@ from carpool.upstream.scheduler import Scheduler
 from carpool.upstream.simulated import SimulatedEndpoint, parse_sim_url
 from carpool.upstream.tls import Credentials
 
-if TYPE_CHECKING:
-    import aiohttp
-
 logger = logging.getLogger("carpool")
-# The session for calls over HTTP, made when the first needs it.
-MakeSession = Callable[[], "aiohttp.ClientSession"]
 # What makes the endpoints of a model, by their addresses; raises OSError or ValueError if they cannot be used.
 EndpointsOf = Callable[[Model], MakeEndpoint]
 
@@ -481,7 +475,7 @@ def addresses(model: Model) -> list[Address]:
     return [Address(url, model.upstream.slots) for url in model.upstream.endpoints]
 
 
-def endpoint_maker(model: Model, session: MakeSession, clock: Clock) -> MakeEndpoint:
+def endpoint_maker(model: Model, clock: Clock) -> MakeEndpoint:
     """What makes the endpoints of a model; raises OSError or ValueError if files that protect them cannot be used."""
     upstream = model.upstream
     credentials = Credentials(model.security, clock)
@@ -494,10 +488,10 @@ def endpoint_maker(model: Model, session: MakeSession, clock: Clock) -> MakeEndp
             return SimulatedEndpoint(address.url, parse_sim_url(address.url), clock=clock)
         if upstream.protocol == "kserve_v2_grpc":
             return GrpcEndpoint(address.url, address.slots, ANSWER_BYTES_MAX, model.security, clock)
-        # Here: a process without calls over HTTP does not load aiohttp.
+        # Here: a process without calls over HTTP does not load its client.
         from carpool.upstream.client import HttpEndpoint
 
-        return HttpEndpoint(session(), *address, ANSWER_BYTES_MAX, credentials, upstream.load_header)
+        return HttpEndpoint(*address, ANSWER_BYTES_MAX, credentials, upstream.load_header)
 
     return make_endpoint
 

@@ -42,7 +42,7 @@ STATUSES: dict[int, RefusalKind] = {
     400: "bisect", 422: "bisect", 500: "bisect", 413: "split", 429: "elsewhere", 503: "elsewhere", 401: "give-up",
     403: "give-up",
 }  # fmt: skip
-ENDS = ("answered", "answered", "no answer", "dead", "unsent", "fault", "broke", "left", *STATUSES)
+ENDS = ("answered", "answered", "no answer", "dead", "fault", "broke", "left", *STATUSES)
 STEPS = st.lists(
     st.tuples(
         st.sampled_from(["send", "send", "send", "end", "end", "end", "end", "leave", "wait", "tick"]),
@@ -195,9 +195,7 @@ class Play:
             refusal = Refusal(STATUSES[how], batch_max=2 if how == 413 else None)
             self.tell(Failed(call, Failure(refusal, error, *about, status=how)))
         else:
-            is_dead = how in ("dead", "unsent")
-            failure = Failure(Refusal("elsewhere"), error, *about, is_dead=is_dead, was_received=how != "unsent")
-            self.tell(Failed(call, failure))
+            self.tell(Failed(call, Failure(Refusal("elsewhere"), error, *about, is_dead=how == "dead")))
 
     def step(self, kind: str, number: int, how: str | int) -> None:
         if kind == "send":

@@ -1,10 +1,8 @@
 """Searches and quarantined owners beside those who wait: neither takes from the other what it needs to get on."""
 
 import asyncio
-from collections.abc import AsyncIterator
 from functools import partial
 
-import aiohttp
 import pytest
 
 from carpool.broker.memory import MemoryBroker
@@ -247,7 +245,7 @@ def test_a_defect_at_the_end_of_a_search_leaves_nobody_without_an_outcome() -> N
 class ServiceStand:
     """A model of a gateway, with a simulated GPU of two slots."""
 
-    def __init__(self, session: aiohttp.ClientSession, bytes_max: int = 9999) -> None:
+    def __init__(self, bytes_max: int = 9999) -> None:
         settings = Settings(
             model="m",
             upstream=UpstreamSettings(endpoints=["sim:?latency_ms=1&slots=2&refuse=BAD"]),
@@ -259,7 +257,7 @@ class ServiceStand:
         [model] = models_of(settings).values()
         self.service = ModelService(
             model,
-            partial(endpoint_maker, session=lambda: session, clock=monotonic),
+            partial(endpoint_maker, clock=monotonic),
             self.broker,
             None,
             self.quarantined,
@@ -289,17 +287,9 @@ class ServiceStand:
         return {type(self.witness.outcome(request)) for request in requests}
 
 
-@pytest.fixture
-async def session() -> AsyncIterator[aiohttp.ClientSession]:
-    async with aiohttp.ClientSession() as session:
-        yield session
-
-
-async def test_those_for_whose_bytes_there_is_no_room_keep_no_search_from_a_slot(
-    session: aiohttp.ClientSession,
-) -> None:
+async def test_those_for_whose_bytes_there_is_no_room_keep_no_search_from_a_slot() -> None:
     """The members of the search hold the bytes that the others wait for: each would wait for the other."""
-    stand = ServiceStand(session, bytes_max=32)
+    stand = ServiceStand(bytes_max=32)
     stand.send(4)
     await until(lambda: len(stand.witness.told) == 4)  # now it is known to be alive
     scheduler = stand.service.scheduler
@@ -311,10 +301,8 @@ async def test_those_for_whose_bytes_there_is_no_room_keep_no_search_from_a_slot
     assert stand.kinds(good) == {Output}
 
 
-async def test_of_what_other_processes_admitted_two_batches_of_offenders_are_taken_up(
-    session: aiohttp.ClientSession,
-) -> None:
-    stand = ServiceStand(session)
+async def test_of_what_other_processes_admitted_two_batches_of_offenders_are_taken_up() -> None:
+    stand = ServiceStand()
     busy = [stand.pool.take() for _ in range(2)]
     stand.quarantined.refused("m", "X", monotonic(), 3.0)
     taken_up = stand.send(7, "X")

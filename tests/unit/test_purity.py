@@ -57,7 +57,6 @@ PURE = [
     "upstream/call_ids.py",
     "upstream/limits.py",
     "upstream/load.py",
-    "upstream/repeats.py",
     "upstream/retry.py",
     "upstream/same.py",
     "face/http/admin_guard.py",

@@ -42,8 +42,7 @@ from carpool.upstream.codecs import Codec, ProtocolFaultError
 from carpool.upstream.codecs.base import Decoded, Refusal
 from carpool.upstream.endpoint import (
     AttemptFailedError,
-    ConnectionFailedError,
-    DoubtfulAnswerError,
+    ConnectionWasDeadError,
     NoAnswerError,
     UpstreamResponse,
 )
@@ -384,7 +383,6 @@ class UpstreamDispatcher:
         setting = " (`upstream.timeout_s`)" if is_by_setting else ""
         what = str(failure)
         without_frames(failure)  # which hold the call and its answer
-        dead = failure if isinstance(failure, ConnectionFailedError) else None
         return Failed(
             call,
             Failure(
@@ -395,9 +393,7 @@ class UpstreamDispatcher:
                 call.began,
                 what=what,
                 look_at=LOOK_AT_ADDRESS,
-                is_dead=dead is not None,
-                is_doubtful=isinstance(dead, DoubtfulAnswerError),
-                was_received=dead is None or not dead.closed_before_sent,
+                is_dead=isinstance(failure, ConnectionWasDeadError),
                 was_away=self._clock() > call.began + call.timeout_s + STOOD_STILL_S,
             ),
         )

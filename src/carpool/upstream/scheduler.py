@@ -6,8 +6,8 @@ Calls
 2. A failure of the endpoint (no answer, 5xx that blames no input, a broken protocol) sends the batch to another
    endpoint: at once and free if one is known to be well, else after a pause and from the retry budget, `attempts` times
    in all. Before every call, requests that have left or are late are dropped.
-3. A call whose connection was dead is sent again at once, in the same slot: an attempt, and paid for, unless the call
-   surely was not received. The first one says nothing against the endpoint.
+3. A call whose connection was dead is sent again at once, in the same slot. That is an attempt, and paid for: the call
+   may have been received. The first one says nothing against the endpoint.
 4. No endpoint gets more inputs than it is known to take (limits.py). A batch that is too large goes in parts.
 5. A retry takes a slot before batches do: its requests are the oldest there are.
 6. A batch that failed goes back to the queue where no endpoint here is known to be well, but another batcher has one.
@@ -69,8 +69,6 @@ from carpool.upstream.slot_share import SlotShare
 
 # While something is not as it should be: how often slots, deadlines and the account are looked at.
 LOOK_S = 0.01
-# Dead connections that a batch may meet one after the other before they count as a failure of the endpoint.
-DEAD_IN_A_ROW_MAX = 3
 # A timer of the event loop may fire so much before its time.
 TIMER_EARLY_S = 0.01
 # A call that its clients' deadlines cut off sooner than this many times what calls take says nothing of the endpoint,
@@ -126,10 +124,8 @@ class Failure(NamedTuple):
     # For operators: what it did, and where to look (first_contact.py).
     what: str = ""
     look_at: str = ""
-    # The connection was dead, or what came on it is in doubt; and whether the call may have been received.
+    # The connection was dead.
     is_dead: bool = False
-    is_doubtful: bool = False
-    was_received: bool = True
     # This process stood still: the answer may have come while it could not read it.
     was_away: bool = False
     # What follows is for the scheduler to say. The refusal blames the input, not the endpoint.
@@ -146,7 +142,7 @@ class Job:
     """Requests that are sent together, and what became of their calls so far."""
 
     __slots__ = (
-        "attempt", "dead_in_a_row", "doubts", "ended", "failures", "group", "is_paid", "last", "members", "paid_s",
+        "attempt", "dead_in_a_row", "ended", "failures", "group", "is_paid", "last", "members", "paid_s",
         "ready_at", "search", "started",
     )  # fmt: skip
 
@@ -156,7 +152,6 @@ class Job:
         self.ended = ended
         self.attempt = 0
         self.dead_in_a_row = 0
-        self.doubts = 0
         # The failures after which another endpoint was asked, and the last failure of all.
         self.failures: list[tuple[EndpointState, Failure]] = []
         self.last: Failure | None = None
@@ -608,13 +603,14 @@ class Scheduler:
     def _failed(self, call: Call, failure: Failure) -> None:
         job, member = call.job, call.member
         for request in call.members:
-            request.sends += failure.was_received
+            request.sends += 1
         if not failure.is_dead:
             failure = self._learned(call, failure)
-        elif self._is_sent_again(job, failure):
-            self._start(job, member)
-            return
         else:
+            job.dead_in_a_row += 1
+            if job.attempt < self._attempts and self._budget.take(self._now):
+                self._start(job, member)
+                return
             failure = failure._replace(tells=self._give_up_dead(job, member))
         job.dead_in_a_row, job.last = 0, failure
         kind = failure.refusal.kind
@@ -698,17 +694,6 @@ class Scheduler:
         for request in call.members:
             self._settle(request, error)
         self._over(call.job, Failure(Refusal("give-up"), error))
-
-    def _is_sent_again(self, job: Job, failure: Failure) -> bool:
-        """Rule 3; pays for it."""
-        job.dead_in_a_row += 1
-        job.doubts += failure.is_doubtful
-        if job.dead_in_a_row > DEAD_IN_A_ROW_MAX:
-            return False
-        if not failure.was_received or (failure.is_doubtful and job.doubts == 1):
-            job.attempt -= 1
-            return True
-        return job.attempt < self._attempts and self._budget.take(self._now)
 
     def _give_up_dead(self, job: Job, member: EndpointState) -> bool:
         """More than one dead connection in a row is the endpoint's fault: whether it is."""
