@@ -35,7 +35,8 @@ for number, key in ipairs(KEYS) do
   end
   ahead = ahead + (granted * cost + leased) * interval
   redis.call('HSET', key, 'full', string.format('%.0f', now + ahead), 'at', string.format('%.0f', now))
-  redis.call('PEXPIRE', key, math.ceil(ahead / (SECOND / 1000)))
+  -- A minute more: a key may expire by another clock than the one that is read here.
+  redis.call('PEXPIRE', key, math.ceil(ahead / (SECOND / 1000)) + 60000)
   answer[#answer + 1] = granted
   answer[#answer + 1] = leased
   answer[#answer + 1] = ahead
