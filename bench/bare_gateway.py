@@ -10,7 +10,6 @@ import os
 import sys
 from collections import deque
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import carpool.app
@@ -29,7 +28,7 @@ class BarePool(Pool):
     """Free slots in a deque, and nothing else."""
 
     def __init__(self, endpoints: Sequence[Endpoint], *_: Any, **__: Any) -> None:
-        super().__init__(endpoints)
+        super().__init__(endpoints, monotonic)
         self.bare = deque(endpoint for endpoint in endpoints for _ in range(endpoint.slots))
         self.slots = len(self.bare)
 
@@ -53,8 +52,10 @@ class BareDispatcher:
         self.tasks: set[asyncio.Task[None]] = set()
         self.call_seconds = Histogram(SECONDS_BOUNDS)
         self.calls = {"ok": 0}
-        # What metrics ask for.
-        self.isolation = SimpleNamespace(steps=0, poisoned=0, unresolved=0, running=0)
+        # What batching and metrics ask for.
+        self.scheduler: Any = pool
+        for name in ("steps", "poisoned", "unresolved", "searching"):
+            setattr(pool, name, 0)
 
     def batch_max(self, lane: LaneQueue, max_batch: int) -> int:
         return max_batch

@@ -6,7 +6,6 @@ import random
 from collections.abc import Callable, Sequence
 from functools import partial
 from math import inf
-from typing import TYPE_CHECKING
 
 from carpool.admission.gate import upstream_down
 from carpool.admission.input_policy import InputPolicy
@@ -34,15 +33,11 @@ from carpool.upstream.load import parse_load_source
 from carpool.upstream.pool import AskHealth, EndpointState, Pool
 from carpool.upstream.quarantine import Quarantine
 from carpool.upstream.same import merge_same
+from carpool.upstream.scheduler import Scheduler
 from carpool.upstream.simulated import SimulatedEndpoint, parse_sim_url
 from carpool.upstream.tls import Credentials
 
-if TYPE_CHECKING:
-    import aiohttp
-
 logger = logging.getLogger("carpool")
-# The session for calls over HTTP, made when the first needs it.
-MakeSession = Callable[[], "aiohttp.ClientSession"]
 # What makes the endpoints of a model, by their addresses; raises OSError or ValueError if they cannot be used.
 EndpointsOf = Callable[[Model], MakeEndpoint]
 
@@ -151,10 +146,11 @@ def checked_first(policy: InputPolicy, prepare: Prepare | None) -> Prepare:
 
 
 class SharedSlots:
-    """The slots of a pool whose endpoints other gateways call as well: this process's share of them."""
+    """The slots of endpoints that other gateways call as well: this process's share of them."""
 
-    def __init__(self, pool: Pool, sharers: Callable[[], int]) -> None:
-        self._pool = pool
+    def __init__(self, scheduler: Scheduler, sharers: Callable[[], int]) -> None:
+        self._scheduler = scheduler
+        self._pool = scheduler.pool
         self._sharers = sharers
 
     def total(self) -> int:
@@ -167,11 +163,11 @@ class SharedSlots:
 
     def free_for_quarantined(self) -> int:
         """Slots of the share that could take a batch of quarantined owners now."""
-        return min(self.free(), self._pool.free_for_quarantined())
+        return min(self.free(), self._scheduler.free_for_quarantined())
 
     def is_quarantined_due(self) -> bool:
         """Whether quarantined owners have waited so long that a batch of them goes before others."""
-        return self._pool.is_quarantined_due()
+        return self._scheduler.is_quarantined_due()
 
     def when_slot_frees(self, notify: Callable[[], None]) -> None:
         """Have `notify` called when a slot becomes free."""
@@ -227,7 +223,8 @@ class ModelService(ModelFace):
             clock=clock,
             random_share=random_share,
         )
-        self._slots: Slots = self.pool if sharers is None else SharedSlots(self.pool, sharers)
+        self.scheduler = self.dispatcher.scheduler
+        self._slots: Slots = self.scheduler if sharers is None else SharedSlots(self.scheduler, sharers)
         self.loop = BatchLoop(
             model.name,
             broker,
@@ -282,7 +279,7 @@ class ModelService(ModelFace):
 
     def _company_comes(self) -> bool:
         """Whether requests that a search has cleared should wait a moment for others, which are being fetched."""
-        return self.dispatcher.isolation.running > 0 and self._waiting_elsewhere() > 0
+        return self.scheduler.searching > 0 and self._waiting_elsewhere() > 0
 
     def free_slots(self) -> int:
         """Slots that take a batch now, or in a moment.
@@ -291,7 +288,7 @@ class ModelService(ModelFace):
         """
         if self.pool.is_none_closed:
             return min(self.loop.slots_due(), 1)
-        return max(self.loop.slots_due(), int(self.dispatcher.isolation.running > 0))
+        return max(self.loop.slots_due(), int(self.scheduler.searching > 0))
 
     def may_go_elsewhere(self, request: Request) -> bool:
         """Whether another batcher can serve a request that this one cannot."""
@@ -424,7 +421,7 @@ class ModelService(ModelFace):
 
     def numbers(self) -> ModelNumbers:
         """What `/metrics` shows of this model."""
-        pool, dispatcher, isolation = self.pool, self.dispatcher, self.dispatcher.isolation
+        pool, dispatcher, scheduler = self.pool, self.dispatcher, self.scheduler
         strays = (getattr(each, "stray_answers", 0) for each in pool.endpoints)  # only those of HTTP count them
         now = self._clock()
         return ModelNumbers(
@@ -435,9 +432,9 @@ class ModelService(ModelFace):
             upstream_latency_seconds=dispatcher.call_seconds,
             upstream_stray_answers=sum(strays),
             isolation={
-                "calls": isolation.steps,
-                "at-fault": isolation.poisoned,
-                "unresolved": isolation.unresolved,
+                "calls": scheduler.steps,
+                "at-fault": scheduler.poisoned,
+                "unresolved": scheduler.unresolved,
             },
             quarantined=len(self.quarantine.of_model(self.name)),
             slots={"busy": pool.busy(), "free": pool.free()},
@@ -478,7 +475,7 @@ def addresses(model: Model) -> list[Address]:
     return [Address(url, model.upstream.slots) for url in model.upstream.endpoints]
 
 
-def endpoint_maker(model: Model, session: MakeSession, clock: Clock) -> MakeEndpoint:
+def endpoint_maker(model: Model, clock: Clock) -> MakeEndpoint:
     """What makes the endpoints of a model; raises OSError or ValueError if files that protect them cannot be used."""
     upstream = model.upstream
     credentials = Credentials(model.security, clock)
@@ -491,10 +488,10 @@ def endpoint_maker(model: Model, session: MakeSession, clock: Clock) -> MakeEndp
             return SimulatedEndpoint(address.url, parse_sim_url(address.url), clock=clock)
         if upstream.protocol == "kserve_v2_grpc":
             return GrpcEndpoint(address.url, address.slots, ANSWER_BYTES_MAX, model.security, clock)
-        # Here: a process without calls over HTTP does not load aiohttp.
+        # Here: a process without calls over HTTP does not load its client.
         from carpool.upstream.client import HttpEndpoint
 
-        return HttpEndpoint(session(), *address, ANSWER_BYTES_MAX, credentials, upstream.load_header)
+        return HttpEndpoint(*address, ANSWER_BYTES_MAX, credentials, upstream.load_header)
 
     return make_endpoint
 

@@ -20,7 +20,6 @@ from carpool.core.request import Request, Waiter
 from carpool.upstream.endpoint import (
     AttemptFailedError,
     ConnectionWasDeadError,
-    DoubtfulAnswerError,
     NoAnswerError,
     UpstreamCall,
     UpstreamResponse,
@@ -31,7 +30,6 @@ __all__ = [
     "ANYBODY",
     "AttemptFailedError",
     "ConnectionWasDeadError",
-    "DoubtfulAnswerError",
     "FakeClock",
     "FakeUpstream",
     "ReceivedCall",

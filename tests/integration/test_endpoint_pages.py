@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from carpool.upstream.client import PAGE_BYTES_MAX, HttpEndpoint, make_session
+from carpool.upstream.client import PAGE_BYTES_MAX, HttpEndpoint
 from carpool.upstream.endpoint import AttemptFailedError
 from carpool.upstream.tls import Credentials, UpstreamSecurity
 from support.processes import running_gateway, until
@@ -53,10 +53,9 @@ async def page_server(socket: Path | None = None) -> AsyncIterator[PageServer]:
 
 @asynccontextmanager
 async def endpoint(url: str, security: UpstreamSecurity | None = None, header: str = "") -> AsyncIterator[HttpEndpoint]:
-    async with make_session() as session:
-        made = HttpEndpoint(session, url, 1, 1000, Credentials(security or UpstreamSecurity()), header)
-        yield made
-        await made.close()
+    made = HttpEndpoint(url, 1, 1000, Credentials(security or UpstreamSecurity()), header)
+    yield made
+    await made.close()
 
 
 async def test_a_page_is_a_path_a_port_or_a_url_and_secrets_go_to_the_endpoint_alone(tmp_path: Path) -> None:

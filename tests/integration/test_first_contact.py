@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from carpool.upstream.client import HttpEndpoint, make_session
+from carpool.upstream.client import HttpEndpoint
 from carpool.upstream.endpoint import AttemptFailedError, UpstreamCall
 from support.client import ask_once, inference_body
 from support.processes import carpool, running_gateway, until
@@ -179,8 +179,8 @@ async def test_why_there_is_no_answer_is_said_in_words(url: str, says: str) -> N
         writer.close()
 
     plain = await asyncio.start_server(bad_request, "127.0.0.1", 0)
-    async with plain, make_session() as session:
-        made = HttpEndpoint(session, url.replace("PLAIN", str(plain.sockets[0].getsockname()[1])), 1, 1024)
+    async with plain:
+        made = HttpEndpoint(url.replace("PLAIN", str(plain.sockets[0].getsockname()[1])), 1, 1024)
         try:
             with pytest.raises(AttemptFailedError) as failed:
                 await made.post(UpstreamCall(b'{"inputs":["x"]}'), 30.0)

@@ -1,7 +1,4 @@
-"""U8 of FAULTS.md: bytes that are no answer to a call never become one. Real sockets, both event loops.
-
-These also fail when aiohttp calls `connections.py` in another order than it does today.
-"""
+"""U8 of FAULTS.md: bytes that are no answer to a call never become one. Real sockets, both event loops."""
 
 import asyncio
 import socket
@@ -13,9 +10,8 @@ import pytest
 import uvloop
 
 from carpool.upstream import connections
-from carpool.upstream.client import HttpEndpoint, make_session
-from carpool.upstream.endpoint import AttemptFailedError, ConnectionWasDeadError, DoubtfulAnswerError, UpstreamCall
-from carpool.upstream.repeats import CallAndAnswer, fingerprint_of, fingerprint_of_end
+from carpool.upstream.client import HttpEndpoint
+from carpool.upstream.endpoint import AttemptFailedError, ConnectionWasDeadError, UpstreamCall
 from carpool.upstream.tls import Credentials, UpstreamSecurity
 from support.certificates import Certificates
 from support.processes import PATIENCE_S, until
@@ -54,8 +50,8 @@ async def endpoint_of(
     elif way == "unix":
         assert certificates is not None
         path = certificates.folder / "upstream.sock"
-    async with raw_upstream(served, tls, path) as upstream, make_session() as session:
-        endpoint = HttpEndpoint(session, upstream.url, 1, BIG + 1000, Credentials(security))
+    async with raw_upstream(served, tls, path) as upstream:
+        endpoint = HttpEndpoint(upstream.url, 1, BIG + 1000, Credentials(security))
         try:
             yield endpoint, upstream
         finally:
@@ -94,10 +90,7 @@ async def in_chunks(call: RawCall) -> None:
 
 
 async def behind_the_last_byte(call: RawCall) -> None:
-    """The answer comes in two reads; the second has its last byte, and all of it again.
-
-    aiohttp gives the connection back in the middle of this read.
-    """
+    """The answer comes in two reads; the second has its last byte, and all of it again."""
     answer = answer_to(call.body)
     await call.send(answer[:-1], answer[-1:] + answer)
 
@@ -189,38 +182,6 @@ async def test_a_page_is_no_answer_to_a_call_and_a_call_is_no_page() -> None:
 
 # While the next call is under way
 
-LONG_BYTES = 64
-LONG = "x" * LONG_BYTES
-
-
-@each_loop_and_way
-@pytest.mark.parametrize("chunks", [False, True], ids=["length", "chunks"])
-def test_an_answer_repeated_while_the_next_call_is_under_way_is_given_to_nobody(
-    run: Run, way: str, chunks: bool, certificates: Certificates
-) -> None:
-    """It comes after the next call was sent: nothing tells it from an answer to that but its text."""
-    answers: list[bytes] = []
-
-    async def repeat(call: RawCall) -> None:
-        if call.number > 1:
-            await call.send(answers[-1])
-            await asyncio.sleep(0.02)
-        answers.append(chunked_answer_to(call.body) if chunks else answer_to(call.body))
-        call.write_if_open(answers[-1])
-
-    async def main() -> None:
-        async with endpoint_of(repeat, way, certificates) as (endpoint, upstream):
-            await ask_for_own(endpoint, f"{LONG} 0")
-            with pytest.raises(AttemptFailedError, match="the one to the call before") as doubt:
-                await ask(endpoint, f"{LONG} 1")
-            assert not isinstance(doubt.value, ConnectionWasDeadError)
-            assert endpoint.stray_answers == 0
-            await ask_for_own(endpoint, *(f"{LONG} {number}" for number in range(1, 10)))
-            # Known for what it is since the call in doubt had another answer; and each call had its own connection.
-            assert (endpoint.stray_answers, upstream.connections) == (1, 10)
-
-    run(main())
-
 
 def own_behind_repeated(repeated: bytes, own: bytes) -> bytes:
     return repeated + own
@@ -230,25 +191,13 @@ def own_begins_behind_repeated(repeated: bytes, own: bytes) -> bytes:
     return repeated + own[:20]
 
 
-def empty_line_behind_repeated(repeated: bytes, own: bytes) -> bytes:
-    return repeated + b"\r\n"
-
-
 @each_loop_and_way
-@pytest.mark.parametrize(
-    ("text", "mix"),
-    [
-        pytest.param("short", own_behind_repeated, id="short"),
-        pytest.param(LONG, own_behind_repeated, id="long"),
-        pytest.param(LONG, own_begins_behind_repeated, id="begun"),
-        pytest.param(LONG, empty_line_behind_repeated, id="empty line"),
-    ],
-)
+@pytest.mark.parametrize("mix", [own_behind_repeated, own_begins_behind_repeated], ids=["whole", "begun"])
 @pytest.mark.parametrize("chunks", [False, True], ids=["length", "chunks"])
-def test_nor_if_it_comes_in_one_read_with_something_behind_it(
-    run: Run, way: str, chunks: bool, text: str, mix: Callable[[bytes, bytes], bytes], certificates: Certificates
+def test_of_two_answers_in_one_read_the_first_may_be_that_of_the_call_before(
+    run: Run, way: str, chunks: bool, mix: Callable[[bytes, bytes], bytes], certificates: Certificates
 ) -> None:
-    """As it does where the gateway was stopped for a moment."""
+    """They come so where the gateway was stopped for a moment."""
     answers: list[bytes] = []
 
     async def repeat(call: RawCall) -> None:
@@ -257,51 +206,32 @@ def test_nor_if_it_comes_in_one_read_with_something_behind_it(
 
     async def main() -> None:
         async with endpoint_of(repeat, way, certificates) as (endpoint, upstream):
-            await ask_for_own(endpoint, f"{text} 0")
-            with pytest.raises(DoubtfulAnswerError):
-                await ask(endpoint, f"{text} 1")
-            await ask_for_own(endpoint, *(f"{text} {number}" for number in range(1, 5)))
-            assert upstream.connections == 5
+            await ask_for_own(endpoint, "text 0")
+            with pytest.raises(AttemptFailedError, match="the call before"):
+                await ask(endpoint, "text 1")
+            await ask_for_own(endpoint, *(f"text {number}" for number in range(1, 5)))
+            assert (upstream.connections, endpoint.stray_answers) == (5, 1)
 
     run(main())
 
 
-def test_one_that_was_caught_meanwhile_is_not_trusted_for_answering_alike() -> None:
-    line, same = connections.EndpointConnections("e"), fingerprint_of_end(LONG_BYTES, LONG.encode())
-    first, second = CallAndAnswer(fingerprint_of(b"a"), same), CallAndAnswer(fingerprint_of(b"b"), same)
-    assert line.is_doubtful(second, first, now=10.0)
-    line.caught(now=11.0)
-    assert not line.is_doubtful(second, None, now=12.0)  # on a connection of its own it has the same answer
-    assert line.reuse_from == 11.0 + connections.CAUGHT_S
+async def test_an_answer_behind_the_repeated_one_tells_of_it_when_the_connection_rests() -> None:
+    """What HTTP/1.1 leaves open, once: the next call is under way when the answer comes again."""
+    answers: list[bytes] = []
 
+    async def repeat(call: RawCall) -> None:
+        if call.number > 1:
+            await call.send(answers[-1])
+            await asyncio.sleep(0.02)
+        answers.append(answer_to(call.body))
+        call.write_if_open(answers[-1])
 
-@each_loop
-def test_an_upstream_that_answers_all_calls_alike_is_believed_after_a_second_look(run: Run) -> None:
-    async def stub(call: RawCall) -> None:
-        await call.send(answer_to(b'{"inputs":["%b"]}' % LONG.encode()))
-
-    async def main() -> None:
-        async with endpoint_of(stub) as (endpoint, upstream):
-            for text in "abbb":
-                assert await ask(endpoint, text) == output_for(LONG)  # the same call may have the same answer
-                if text == "a":
-                    with pytest.raises(AttemptFailedError, match="the one to the call before"):
-                        await ask(endpoint, "b")
-            for text in "cdef":
-                assert await ask(endpoint, text) == output_for(LONG)
-            assert (endpoint.stray_answers, upstream.connections) == (0, 2)
-
-    run(main())
-
-
-async def test_short_answers_may_be_alike() -> None:
-    async def stub(call: RawCall) -> None:
-        await call.send(answer_to(b'{"inputs":["yes"]}'))
-
-    async with endpoint_of(stub) as (endpoint, upstream):
-        for text in "abc":
-            assert await ask(endpoint, text) == output_for("yes")
-        assert upstream.connections == 1
+    async with endpoint_of(repeat) as (endpoint, upstream):
+        await ask_for_own(endpoint, "text 0")
+        assert await ask(endpoint, "text 1") == output_for("text 0")
+        await caught(endpoint)
+        await ask_for_own(endpoint, *(f"text {number}" for number in range(2, 10)))
+        assert (upstream.connections, endpoint.stray_answers) == (9, 1)
 
 
 # Just before a request is written
@@ -342,20 +272,16 @@ def test_what_lies_in_the_socket_is_seen_before_a_request_is_written(run: Run, u
     async def main() -> None:
         loop = asyncio.get_running_loop()
         with socket.create_server(("127.0.0.1", 0)) as listener:
-            async with make_session() as session:
-                url = f"http://127.0.0.1:{listener.getsockname()[1]}/infer"
-                endpoint = HttpEndpoint(session, url, 1, 1000)
+            endpoint = HttpEndpoint(f"http://127.0.0.1:{listener.getsockname()[1]}/infer", 1, 1000)
+            served = loop.run_in_executor(None, answer_one_call, listener)
+            await ask_for_own(endpoint, "a")
+            with await served as other:
                 served = loop.run_in_executor(None, answer_one_call, listener)
-                await ask_for_own(endpoint, "a")
-                with await served as other:
-                    upset(other)  # and the loop gets no turn before the next call
-                    with pytest.raises(ConnectionWasDeadError) as caught:
-                        await ask(endpoint, "b")
-                    assert caught.value.closed_before_sent
-                    assert endpoint.stray_answers == stray
-                served = loop.run_in_executor(None, answer_one_call, listener)
-                await ask_for_own(endpoint, "b")
-                (await served).close()
+                upset(other)  # and the loop gets no turn before the next call
+                await ask_for_own(endpoint, "b")  # on another connection
+                with await served:
+                    await until(lambda: endpoint.stray_answers == stray)
+            await endpoint.close()
 
     run(main())
 
@@ -426,6 +352,8 @@ def test_a_server_that_keeps_to_the_protocol_keeps_its_connection(
             for number in range(4):
                 await ask_for_own(endpoint, f"text {number}")
                 await asyncio.sleep(0.02)
+                for _ in range(5):  # a connection with an unread empty line would not be used, but is not closed
+                    await asyncio.sleep(0)
             assert (await endpoint.get("/health", TIMEOUT_S)).status == 200
             assert (upstream.connections, endpoint.stray_answers) == (1, 0)
 
@@ -492,10 +420,8 @@ def test_a_change_of_protocol_is_no_answer(run: Run) -> None:
     async def main() -> None:
         async with endpoint_of(upgrade) as (endpoint, upstream):
             for _ in range(2):
-                try:
-                    assert (await endpoint.post(call_with("a"), 0.5)).status == 101
-                except AttemptFailedError:
-                    pass
+                with pytest.raises(AttemptFailedError, match="no valid HTTP"):
+                    await endpoint.post(call_with("a"), TIMEOUT_S)
             assert upstream.connections == 2
 
     run(main())

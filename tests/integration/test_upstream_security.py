@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from carpool.testing import FakeClock
-from carpool.upstream.client import ERROR_BYTES_MAX, ERROR_VALUES_MAX, HttpEndpoint, make_session
+from carpool.upstream.client import ERROR_BYTES_MAX, ERROR_VALUES_MAX, HttpEndpoint
 from carpool.upstream.endpoint import AttemptFailedError, UpstreamCall, UpstreamResponse
 from carpool.upstream.tls import LOOK_EVERY_S, Credentials, UpstreamSecurity
 from support.certificates import Certificates
@@ -68,12 +68,11 @@ async def listening(
 async def endpoint(
     url: str, security: UpstreamSecurity | None = None, clock: FakeClock | None = None
 ) -> AsyncIterator[HttpEndpoint]:
-    async with make_session() as session:
-        found = HttpEndpoint(session, url, 1, 10_000, Credentials(security or UpstreamSecurity(), clock or FakeClock()))
-        try:
-            yield found
-        finally:
-            await found.close()
+    found = HttpEndpoint(url, 1, 10_000, Credentials(security or UpstreamSecurity(), clock or FakeClock()))
+    try:
+        yield found
+    finally:
+        await found.close()
 
 
 async def call_once(port: int, security: UpstreamSecurity, host: str = "127.0.0.1") -> UpstreamResponse:
@@ -289,7 +288,8 @@ async def test_errors_that_are_long_to_read_are_not_looked_into() -> None:
             writer.write(b"HTTP/1.1 422 X\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
             await writer.drain()
 
-    async with stream_server(serve) as server, make_session() as session:
-        endpoint = HttpEndpoint(session, f"http://127.0.0.1:{server.port}/x", 1, 2 * ERROR_BYTES_MAX)
+    async with stream_server(serve) as server:
+        endpoint = HttpEndpoint(f"http://127.0.0.1:{server.port}/x", 1, 2 * ERROR_BYTES_MAX)
         answers = [await endpoint.post(CALL, TIMEOUT_S) for _ in bodies]
+        await endpoint.close()
     assert [(answer.status, answer.body) for answer in answers] == [(422, faults), (422, b""), (422, b"")]

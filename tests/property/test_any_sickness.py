@@ -39,4 +39,4 @@ def test_no_request_fails_while_one_endpoint_can_carry_the_load(
 ) -> None:
     run = Run(one, *others, slots=slots, load=load, seconds=5.0, seed=seed)
     assert run.outcomes.keys() == {Output}
-    assert run.stand.dispatcher.poisoned == 0
+    assert run.stand.dispatcher.scheduler.poisoned == 0

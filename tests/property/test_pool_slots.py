@@ -1,4 +1,4 @@
-"""The pool under any sequence of calls, ends of calls, retries and limits, in virtual time."""
+"""The pool under any sequence of calls, ends of calls and limits, in virtual time."""
 
 import asyncio
 from collections.abc import Callable
@@ -14,14 +14,14 @@ from carpool.upstream.pool import EndpointPreference, EndpointState, Pool
 FAILURES_MAX, LONGEST_PAUSE_S = 2, 4.0
 ENDS = ("well", "badly", "nothing")
 STEPS = st.tuples(
-    st.sampled_from(["take", "take", "end", "end", "retry", "cancel", "limit", "turn", "wait"]),
+    st.sampled_from(["take", "take", "end", "end", "retry", "limit", "look", "wait"]),
     st.integers(0, 999),
     st.sampled_from(ENDS),
 )
 
 
 class Play:
-    """A pool, the calls under way, and the retries that wait."""
+    """A pool, and the calls under way."""
 
     def __init__(self, clock: FakeClock, slots: list[int], eject_share_max: float) -> None:
         self.clock = clock
@@ -34,7 +34,6 @@ class Play:
         )
         self.ejected_max = max(1, int(len(slots) * eject_share_max))
         self.out: list[EndpointState] = []
-        self.retries: list[asyncio.Task[EndpointState | None]] = []
 
     def end(self, member: EndpointState, how: str, gives_back_first: bool) -> None:
         """As the dispatcher does: the slot before the verdict, or after it if there was no answer."""
@@ -70,40 +69,28 @@ class Play:
             self.end(self.out.pop(number % len(self.out)), how, gives_back_first=number % 2 == 0)
         elif kind == "retry":
             failed = pool.members[number % len(pool.members) :][: number % 3]
-            wait = pool.take_for_retry(failed, 1.0 + number % 4, known_well=number % 5 == 0)
-            self.retries.append(asyncio.create_task(wait))
-        elif kind == "cancel" and self.retries:
-            self.retries[number % len(self.retries)].cancel()
+            member = pool.take_at_once(EndpointPreference(frozenset(failed), known_well=number % 5 == 0))
+            self.out += [] if member is None else [member]
         elif kind == "limit":
             pool.set_limit(pool.members[number % len(pool.members)], number % 5)
-        elif kind == "turn":
-            await asyncio.sleep(0)
+        elif kind == "look":
+            pool.look()
         elif kind == "wait":
             await asyncio.sleep(number / 500)
-        self.collect()
-
-    def collect(self) -> None:
-        """The slots that retries have got."""
-        done = [retry for retry in self.retries if retry.done()]
-        self.retries = [retry for retry in self.retries if not retry.done()]
-        for retry in done:
-            member = None if retry.cancelled() else retry.result()
-            if member is not None:
-                self.out.append(member)
 
     def check(self) -> None:
         pool = self.pool
         for member in pool.members:
             assert 1 <= member.limit <= member.endpoint.slots
             assert member.offered >= 0
-            assert self.out.count(member) <= member.in_flight  # more: a retry that has not seen its slot yet
+            assert self.out.count(member) == member.in_flight
             if member.breaker.state == "closed":
                 assert member.offered == max(0, member.limit - member.in_flight)
             else:
                 assert member.offered <= 1
                 assert not member.offered or (member.in_flight == 0 and member.breaker.allows(self.clock()))
             assert member.probing == (member.breaker.state == "half-open")
-        assert pool.busy() <= len(self.out) + len(self.retries)
+        assert pool.busy() == len(self.out)
         assert pool.free() == sum(member.offered for member in pool.members)
         assert pool.is_down == (not pool.free() and all(m.breaker.state != "closed" for m in pool.members))
         in_use = [member for member in pool.members if member.breaker.state == "closed"]
@@ -122,24 +109,19 @@ class Play:
         options = [frozenset(failed) for failed in ((), members[:2], *([member] for member in members))]
         for wish in (EndpointPreference(failed, well) for failed in options for well in (False, True)):
             best = max((fit(member, wish) for member in in_use), default=0)
-            for member in self.pool.members:
-                assert self.pool.fits(member, wish) == (fit(member, wish) >= best)
             assert self.pool.has_free(wish) == any(
                 fit(member, wish) >= best for member in self.pool.members if member.offered
             )
 
     async def get_well(self) -> None:
         """Everything that is under way ends well, and so do the probes."""
-        for retry in self.retries:
-            retry.cancel()
-        await asyncio.sleep(0)
-        self.collect()
         for member in self.pool.members:
             self.pool.set_limit(member, member.endpoint.slots)
         for _ in range(1 + len(self.pool.members)):
             while self.out:
                 self.end(self.out.pop(), "well", gives_back_first=True)
             await asyncio.sleep(LONGEST_PAUSE_S + 0.1)
+            self.pool.look()
             while self.pool.free() and any(member.breaker.state != "closed" for member in self.pool.members):
                 self.out.append(self.pool.take())
 
@@ -164,8 +146,7 @@ def test_slots_are_conserved_and_all_are_offered_again_once_all_are_well(
         play.check()
         assert [member.offered for member in play.pool.members] == slots
         assert (play.pool.busy(), play.pool.is_down) == (0, False)
-        assert repr(play.pool) == f"<Pool slots={sum(slots)} free={sum(slots)} retries=0 down=False>"
-        play.pool.close()
+        assert repr(play.pool) == f"<Pool slots={sum(slots)} free={sum(slots)} down=False>"
 
     clock.run(main())
 
@@ -186,6 +167,7 @@ def test_a_pool_that_went_down_comes_back_by_a_probe_alone(slots: list[int], pro
             down_since = clock()
             while not pool.free():
                 await asyncio.sleep(0.05)
+                pool.look()
                 play.check()
             assert clock() - down_since <= LONGEST_PAUSE_S + 0.1
             while pool.free() > 1:  # others may be due too

@@ -30,7 +30,7 @@ REACTIONS = st.lists(
                 failing(500),
                 UpstreamResponse(503, b""),
                 AttemptFailedError("reset"),
-                ConnectionWasDeadError("dead", closed_before_sent=False),
+                ConnectionWasDeadError("dead"),
             ]
         ),
         st.sampled_from([0.0, 0.003, 0.05, 0.2]),

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -40,7 +41,9 @@ class RawCall:
         await self._writer.wait_closed()
 
     def reset(self) -> None:
-        """Break the connection off."""
+        """Break the connection off, with a reset."""
+        own = self._writer.get_extra_info("socket")
+        own.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
         self._writer.transport.abort()
 
 
@@ -119,11 +122,11 @@ async def _nothing(call: RawCall) -> None:
 
 @asynccontextmanager
 async def raw_upstream(
-    served: Script | RawUpstream, tls: ssl.SSLContext | None = None, socket: Path | None = None
+    served: Script | RawUpstream, tls: ssl.SSLContext | None = None, path: Path | None = None
 ) -> AsyncIterator[RawUpstream]:
     """One on a free port, or on a Unix socket."""
     upstream = served if isinstance(served, RawUpstream) else RawUpstream(served)
-    async with stream_server(upstream.serve, socket=socket, ssl=tls) as server:
+    async with stream_server(upstream.serve, socket=path, ssl=tls) as server:
         scheme = "https" if tls else "http"
-        upstream.url = f"unix:{socket}:/infer" if socket else f"{scheme}://127.0.0.1:{server.port}/infer"
+        upstream.url = f"unix:{path}:/infer" if path else f"{scheme}://127.0.0.1:{server.port}/infer"
         yield upstream

@@ -76,7 +76,7 @@ async def stream_server(
     try:
         yield made
     finally:
-        listener.close()
-        for _ in range(_TURNS):
+        for _ in range(_TURNS):  # asyncio loses a connection that it accepts while its listener closes
             await asyncio.sleep(0)
+        listener.close()
         await made.end()

@@ -127,7 +127,7 @@ class Stand:
             self.loop = BatchLoop(
                 "m",
                 self.broker,
-                self.pool,
+                self.dispatcher.scheduler,
                 self.sent,
                 self._policy,
                 max_batch=self._max_batch,

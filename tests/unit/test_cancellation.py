@@ -60,8 +60,9 @@ class Stand:
             all_waiting=partial(self.broker.all_waiting, "m"),
             clock=clock,
         )
+        slots = self.dispatcher.scheduler
         self.loop = BatchLoop(
-            "m", self.broker, self.pool, self.dispatcher, Fixed(), max_batch=MAX_BATCH, max_wait_s=0.05, clock=clock
+            "m", self.broker, slots, self.dispatcher, Fixed(), max_batch=MAX_BATCH, max_wait_s=0.05, clock=clock
         )
 
     def request(self, name: str, **options: Any) -> Request:

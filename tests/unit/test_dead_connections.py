@@ -10,9 +10,7 @@ from carpool.core.errors import ClientLeft, DeadlineExceeded, UpstreamFailed
 from carpool.core.outcome import Output
 from carpool.core.request import Request
 from carpool.testing import (
-    AttemptFailedError,
     ConnectionWasDeadError,
-    DoubtfulAnswerError,
     FakeClock,
     FakeUpstream,
     UpstreamCall,
@@ -20,16 +18,13 @@ from carpool.testing import (
     Witness,
     make_request,
 )
-from carpool.upstream.attempts import DEAD_IN_A_ROW_MAX
 from carpool.upstream.codecs import JsonCodec
 from carpool.upstream.dispatch import UpstreamDispatcher
 from carpool.upstream.pool import Pool
 from carpool.upstream.retry import RetryBudget
 
 ATTEMPTS = 3
-UNSENT = ConnectionWasDeadError("closed", closed_before_sent=True)
-SENT = ConnectionWasDeadError("closed", closed_before_sent=False)
-DOUBT = DoubtfulAnswerError("the one before, again")
+DEAD = ConnectionWasDeadError("closed")
 
 
 class Stand:
@@ -85,38 +80,25 @@ class Stand:
         return 9.0 - left
 
 
-@pytest.mark.parametrize(
-    ("dead", "sent_at_once"), [(UNSENT, 1 + DEAD_IN_A_ROW_MAX), (SENT, ATTEMPTS)], ids=["unsent", "sent"]
-)
-def test_dead_connections_one_after_the_other_come_to_an_end(dead: ConnectionWasDeadError, sent_at_once: int) -> None:
-    stand = Stand(FakeUpstream().then(dead, times=99))
+@pytest.mark.parametrize(("attempts", "failed"), [(1, 0), (ATTEMPTS, 1)])
+def test_dead_connections_one_after_the_other_come_to_an_end(attempts: int, failed: int) -> None:
+    stand = Stand(FakeUpstream().then(DEAD, times=99), attempts=attempts)
     assert {type(outcome) for outcome in stand.deliver()} == {UpstreamFailed}
-    assert len(stand.sizes()) == sent_at_once * (ATTEMPTS if dead is UNSENT else 1)
-    assert stand.pool.members[0].failed == (ATTEMPTS if dead is UNSENT else 1)  # the second in a row is its fault
+    assert len(stand.sizes()) == attempts
+    assert stand.pool.members[0].failed == failed  # the second in a row is its fault
 
 
 def test_without_a_budget_a_call_that_may_have_been_received_is_not_sent_again() -> None:
-    stand = Stand(FakeUpstream().then(SENT, times=9), paid_retries=0.0)
+    stand = Stand(FakeUpstream().then(DEAD, times=9), paid_retries=0.0)
     assert {type(outcome) for outcome in stand.deliver()} == {UpstreamFailed}
     assert (stand.sizes(), stand.pool.members[0].failed) == ([3], 0)
-    free = Stand(FakeUpstream().then(UNSENT), paid_retries=0.0)
-    assert {type(outcome) for outcome in free.deliver()} == {Output}
 
 
-@pytest.mark.parametrize(("attempts", "calls"), [(1, 2), (ATTEMPTS, ATTEMPTS + 1)])
-def test_answers_in_doubt_one_after_the_other_come_to_an_end(attempts: int, calls: int) -> None:
-    stand = Stand(FakeUpstream().then(DOUBT, times=99), attempts=attempts)
-    assert {type(outcome) for outcome in stand.deliver()} == {UpstreamFailed}
-    assert len(stand.sizes()) == calls
-    assert stand.pool.members[0].failed == 1
-
-
-@pytest.mark.parametrize("dead", [UNSENT, SENT, DOUBT], ids=["unsent", "sent", "doubt"])
-def test_whoever_left_or_expired_meanwhile_is_not_sent_again(dead: AttemptFailedError) -> None:
+def test_whoever_left_or_expired_meanwhile_is_not_sent_again() -> None:
     def upset(call: UpstreamCall) -> UpstreamResponse:
         stand.broker.cancel(stand.requests[0])
         stand.requests[1].deadline = stand.clock()
-        raise dead
+        raise DEAD
 
     stand = Stand(FakeUpstream().then(upset, delay_s=0.5))
     outcomes = stand.deliver(4)

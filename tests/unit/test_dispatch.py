@@ -174,7 +174,7 @@ class Stand:
             assert member.in_flight == 0
             if member.breaker.state == "closed":
                 assert member.offered == member.limit
-        assert "retries=0" in repr(self.pool)
+        assert repr(self.dispatcher.scheduler) == "<Scheduler retries=0 searches=0>"
         assert repr(self.broker) == "<MemoryBroker held=0 bytes=0 waiting=0>"
 
     def deliver(self, count: int = 3, total_timeout_s: float = 4.0) -> list[Any]:
@@ -374,7 +374,7 @@ def test_who_was_taken_for_poison_and_is_answered_rides_with_the_others_again() 
         assert [len(call.inputs) for call in stand.upstreams[0].calls[calls:]] == [8]
 
     stand.run(main)
-    assert stand.dispatcher.poisoned >= 1
+    assert stand.dispatcher.scheduler.poisoned >= 1
 
 
 def test_a_batch_of_known_poison_alone() -> None:
@@ -429,7 +429,7 @@ def test_an_endpoint_that_fails_everything_is_not_mistaken_for_poison(size: int,
         assert stand.pool.is_down
 
     stand.run(main)
-    assert stand.dispatcher.poisoned == 0
+    assert stand.dispatcher.scheduler.poisoned == 0
     assert stand.dead_letters.letters == []
 
 
@@ -448,7 +448,7 @@ def test_two_that_fail_everything_among_three_harm_nobody(size: int) -> None:
             check_own(await stand.deliver_now(size))
 
     stand.run(main)
-    assert stand.dispatcher.poisoned == 0
+    assert stand.dispatcher.scheduler.poisoned == 0
 
 
 def test_a_whole_that_is_refused_though_its_parts_are_good_is_the_endpoint_s_fault() -> None:
@@ -474,7 +474,7 @@ def test_a_group_that_nobody_waits_for_is_no_answer() -> None:
     stand.run(main)
     outcomes = [stand.witness.outcome(request) for request in batch]
     assert kinds(outcomes) == {ClientLeft, UpstreamFailed}
-    assert stand.dispatcher.poisoned == 0
+    assert stand.dispatcher.scheduler.poisoned == 0
     assert stand.failed() == {"a": 1}
 
 

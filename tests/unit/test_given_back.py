@@ -62,7 +62,7 @@ def test_one_of_two_batchers_is_sick(fault: str, owners: int) -> None:
     fleet.run(lambda: load(fleet, 300, owners))
     assert answered(fleet.entries) == len(fleet.entries)
     assert not fleet.stands[0].quarantined and not fleet.stands[1].quarantined
-    assert all(stand.dispatcher.poisoned == 0 for stand in fleet.stands)
+    assert all(stand.dispatcher.scheduler.poisoned == 0 for stand in fleet.stands)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -83,7 +83,7 @@ def test_one_that_is_slow_to_fail_now_and_then_keeps_nobody(seed: int) -> None:
 
     fleet.run(main)
     assert answered(fleet.entries) == len(fleet.entries)
-    assert all(stand.dispatcher.poisoned == 0 and not stand.quarantined for stand in fleet.stands)
+    assert all(stand.dispatcher.scheduler.poisoned == 0 and not stand.quarantined for stand in fleet.stands)
 
 
 @pytest.mark.parametrize("fault", ["400", "500"])

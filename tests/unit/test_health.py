@@ -162,6 +162,8 @@ def test_a_health_page_that_cannot_even_be_asked_does_not_keep_an_endpoint_out()
         while not setup.pool.is_down:
             setup.pool.record_failure(setup.member)
         await asyncio.sleep(1.1)  # the pause of its breaker
+        setup.pool.look()
+        await asyncio.sleep(0.01)
         assert setup.gpu.asked == ["/health"] * 2  # the first at the start
         assert setup.pool.free() == 1  # the next call may try it
         await setup.watch.close()

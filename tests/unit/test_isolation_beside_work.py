@@ -1,15 +1,13 @@
 """Searches and quarantined owners beside those who wait: neither takes from the other what it needs to get on."""
 
 import asyncio
-from collections.abc import AsyncIterator
 from functools import partial
 
-import aiohttp
 import pytest
 
 from carpool.broker.memory import MemoryBroker
 from carpool.core.clock import monotonic
-from carpool.core.errors import CarpoolError, InputRefused, InternalError, QueueFull
+from carpool.core.errors import CarpoolError, InputRefused, InternalError, QueueFull, UpstreamRefused
 from carpool.core.outcome import Output
 from carpool.core.request import Request
 from carpool.service import ModelService, endpoint_maker
@@ -43,7 +41,7 @@ def test_where_few_wait_a_search_takes_slots_for_nothing() -> None:
     stand = Stand(FakeUpstream(slots=2).then(failing(400), delay_s=SERVICE_S, times=9999), max_batch=64)
 
     async def main() -> None:
-        stand.pool.isolation = account = Account(0.2)
+        stand.dispatcher.scheduler.slot_share = account = Account(0.2)
         account.pay(OWED_S)  # far more than it earns while this lasts
         requests: list[Request] = []
         bad: list[Request] = []
@@ -56,7 +54,7 @@ def test_where_few_wait_a_search_takes_slots_for_nothing() -> None:
         await asyncio.sleep(0.5)
         assert {type(stand.witness.outcome(request)) for request in requests} == {Output}
         assert {type(stand.witness.outcome(request)) for request in bad} == {InputRefused}
-        assert stand.dispatcher.isolation.steps > 1
+        assert stand.dispatcher.scheduler.steps > 1
         assert account.paid_s == OWED_S  # nothing more was paid
 
     stand.run(main)
@@ -191,26 +189,6 @@ def test_where_nothing_is_answered_one_search_after_the_other_comes_to_its_end()
     stand.run(main)
 
 
-def test_it_is_known_when_the_next_slot_should_be_free() -> None:
-    stand = Stand(FakeUpstream(slots=2).then(failing(400), delay_s=SERVICE_S, times=9999))
-
-    async def main() -> None:
-        attempts = stand.dispatcher.attempts
-        for _ in range(40):  # it learns how long calls take
-            await stand.answer(b"good", "Y")
-        assert attempts.next_end_s() == pytest.approx(attempts.service_s)
-        stand.send(b"good", "Y")
-        await asyncio.sleep(0.5 * SERVICE_S)
-        stand.send(b"good", "Y")
-        await asyncio.sleep(0.01)
-        first_ends_s = 0.5 * SERVICE_S - 0.01
-        assert attempts.next_end_s() == pytest.approx(first_ends_s, abs=0.008)
-        await asyncio.sleep(first_ends_s + 0.007)
-        assert attempts.next_end_s() == pytest.approx(0.5 * SERVICE_S - 0.005, abs=0.008)
-
-    stand.run(main)
-
-
 class Defect:
     """In place of the dead letters: fails the first time."""
 
@@ -231,14 +209,14 @@ def test_a_defect_in_a_step_leaves_nobody_without_an_outcome() -> None:
     stand = Stand(upstream, dead_letters=defect)
 
     async def main() -> None:
-        isolation = stand.dispatcher.isolation
+        scheduler = stand.dispatcher.scheduler
         await stand.answer(b"good", "Y")  # now it is known to be alive
         requests = [stand.send(b"bad" if number == 5 else b"good", "Y") for number in range(8)]
         await asyncio.sleep(2.0)
         assert defect.is_met
         told = [type(stand.witness.outcome(request)) for request in requests]
-        assert told == [InternalError] * 4 + [Output, InputRefused, Output, Output]
-        assert (isolation.running, stand.pool.free(), stand.broker.held) == (0, 1, 0)
+        assert told == [InternalError] + [UpstreamRefused] * 3 + [Output, InputRefused, Output, Output]
+        assert (scheduler.running, stand.pool.free(), stand.broker.held) == (0, 1, 0)
 
     stand.run(main)
 
@@ -248,7 +226,7 @@ def test_a_defect_at_the_end_of_a_search_leaves_nobody_without_an_outcome() -> N
     stand = Stand(FakeUpstream().then(failing(500), delay_s=SERVICE_S, times=999), dead_letters=defect)
 
     async def main() -> None:
-        isolation = stand.dispatcher.isolation
+        scheduler = stand.dispatcher.scheduler
         assert isinstance(await stand.answer(b"good", "client"), Output)  # else there are no letters
         await asyncio.sleep(15.0)
         requests = [stand.send(b"bad", f"client {number}") for number in range(8)]
@@ -256,7 +234,7 @@ def test_a_defect_at_the_end_of_a_search_leaves_nobody_without_an_outcome() -> N
         assert defect.is_met
         assert InternalError in {type(stand.witness.outcome(request)) for request in requests}
         assert None not in [stand.witness.outcome(request) for request in requests]
-        assert (isolation.running, stand.pool.busy(), stand.broker.held) == (0, 0, 0)
+        assert (scheduler.running, stand.pool.busy(), stand.broker.held) == (0, 0, 0)
 
     stand.run(main)
 
@@ -267,7 +245,7 @@ def test_a_defect_at_the_end_of_a_search_leaves_nobody_without_an_outcome() -> N
 class ServiceStand:
     """A model of a gateway, with a simulated GPU of two slots."""
 
-    def __init__(self, session: aiohttp.ClientSession, bytes_max: int = 9999) -> None:
+    def __init__(self, bytes_max: int = 9999) -> None:
         settings = Settings(
             model="m",
             upstream=UpstreamSettings(endpoints=["sim:?latency_ms=1&slots=2&refuse=BAD"]),
@@ -279,7 +257,7 @@ class ServiceStand:
         [model] = models_of(settings).values()
         self.service = ModelService(
             model,
-            partial(endpoint_maker, session=lambda: session, clock=monotonic),
+            partial(endpoint_maker, clock=monotonic),
             self.broker,
             None,
             self.quarantined,
@@ -309,31 +287,22 @@ class ServiceStand:
         return {type(self.witness.outcome(request)) for request in requests}
 
 
-@pytest.fixture
-async def session() -> AsyncIterator[aiohttp.ClientSession]:
-    async with aiohttp.ClientSession() as session:
-        yield session
-
-
-async def test_those_for_whose_bytes_there_is_no_room_keep_no_search_from_a_slot(
-    session: aiohttp.ClientSession,
-) -> None:
+async def test_those_for_whose_bytes_there_is_no_room_keep_no_search_from_a_slot() -> None:
     """The members of the search hold the bytes that the others wait for: each would wait for the other."""
-    stand = ServiceStand(session, bytes_max=32)
+    stand = ServiceStand(bytes_max=32)
     stand.send(4)
     await until(lambda: len(stand.witness.told) == 4)  # now it is known to be alive
-    assert stand.pool.isolation_allows()
-    stand.pool.isolation.pay(OWED_S)
+    scheduler = stand.service.scheduler
+    assert scheduler.slot_share.allows(monotonic(), 2)
+    scheduler.slot_share.pay(OWED_S)
     bad, good = stand.send(1, "X", b'"BAD  1"'), stand.send(3 + 36)
     await until(lambda: len(stand.witness.told) == 4 + 40)
     assert stand.kinds(bad) == {InputRefused}
     assert stand.kinds(good) == {Output}
 
 
-async def test_of_what_other_processes_admitted_two_batches_of_offenders_are_taken_up(
-    session: aiohttp.ClientSession,
-) -> None:
-    stand = ServiceStand(session)
+async def test_of_what_other_processes_admitted_two_batches_of_offenders_are_taken_up() -> None:
+    stand = ServiceStand()
     busy = [stand.pool.take() for _ in range(2)]
     stand.quarantined.refused("m", "X", monotonic(), 3.0)
     taken_up = stand.send(7, "X")

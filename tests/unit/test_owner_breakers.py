@@ -94,9 +94,11 @@ def test_a_health_page_is_asked_before_an_input_is_risked() -> None:
             pool.give_back(member)
             pool.record_failure(member)
         await asyncio.sleep(1.2)
+        pool.look()
         assert (len(asked), pool.free()) == (1, 0)
         asked[0](False)
         await asyncio.sleep(2.5)
+        pool.look()
         assert (len(asked), pool.free()) == (2, 0)
         asked[1](True)
         assert pool.free() == 1
@@ -180,4 +182,4 @@ def test_an_api_that_refuses_everybody_with_another_status_convicts_nobody(statu
             assert isinstance(await stand.answer(b"good", f"client {number}"), UpstreamRefused)
 
     stand.run(main)
-    assert stand.dispatcher.poisoned == 0
+    assert stand.dispatcher.scheduler.poisoned == 0

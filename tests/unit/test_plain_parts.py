@@ -11,8 +11,8 @@ from carpool.core.ports import Caller
 from carpool.face import intake
 from carpool.face.http.gateway import GatewayRoutes, HttpFaceSettings
 from carpool.face.intake import ServedModel
-from carpool.upstream.attempts import outputs_of
 from carpool.upstream.codecs.base import Decoded
+from carpool.upstream.dispatch import outputs_of
 
 PLAIN = ServedModel("plain", 1000, bytes)
 LATER = ServedModel("later", 1000, bytes, task_tiers=frozenset({1}))

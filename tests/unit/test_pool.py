@@ -8,7 +8,7 @@ import pytest
 
 from carpool.testing import FakeClock, FakeUpstream
 from carpool.upstream.breaker import Breaker
-from carpool.upstream.pool import TIMER_S_MIN, EndpointState, Pool
+from carpool.upstream.pool import EndpointState, Pool
 
 FAILURES_MAX = 2
 # With half of the jitter, the first pauses last 0.75, 1.5 and 3 s.
@@ -59,18 +59,6 @@ def states(pool: Pool) -> list[str]:
     return [member.breaker.state for member in pool.members]
 
 
-async def test_a_retry_cancelled_just_as_it_got_its_slot_gives_it_back() -> None:
-    pool = make_pool(1)
-    endpoint = pool.take()
-    waits = asyncio.create_task(pool.take_for_retry([endpoint], 10.0))
-    await asyncio.sleep(0)
-    pool.give_back(endpoint)
-    waits.cancel()
-    await asyncio.wait([waits])
-    assert waits.cancelled()
-    assert repr(pool) == "<Pool slots=1 free=1 retries=0 down=False>"
-
-
 # Endpoints that fail.
 
 
@@ -87,32 +75,7 @@ def test_only_a_share_of_the_pool_is_taken_out(endpoints: int, share: float, out
     in_virtual_time(*[1] * endpoints, eject_share_max=share)(scene)
 
 
-# Retries around endpoints that fail.
-
-
-def test_a_retry_cancelled_just_as_it_became_the_probe_leaves_it_to_the_next() -> None:
-    async def scene(pool: Pool) -> None:
-        (sick,) = pool.members
-        fail(pool, sick)
-        retry = asyncio.create_task(pool.take_for_retry([sick], 60.0))
-        loop = asyncio.get_running_loop()
-        was_probing: list[bool] = []
-
-        def cancel() -> None:
-            was_probing.append(sick.probing)
-            retry.cancel()
-
-        # At the very time of the probe, and after it: its timer was set before.
-        loop.call_later(sick.breaker.probe_at() - loop.time() + TIMER_S_MIN, cancel)
-        await asyncio.wait([retry])
-        assert was_probing == [True] and retry.cancelled()
-        await asyncio.sleep(0.01)
-        assert (sick.breaker.state, sick.offered, sick.in_flight) == ("open", 1, 0)
-
-    in_virtual_time(1)(scene)
-
-
-# Many endpoints: each of these is asked again and again while a search or a retry waits.
+# Many endpoints: each of these is asked again and again while a search waits.
 
 MANY = 200
 
@@ -151,24 +114,6 @@ def test_what_searches_ask_of_the_pool_all_the_time_costs_little() -> None:
     assert looks_of(pool.total) == 0
     assert looks_of(lambda: pool.has_others(well)) < 9
     assert looks_of(pool.free_for_quarantined) < 5 * MANY
-
-
-async def test_a_freed_slot_is_compared_with_the_wishes_that_wait_and_not_with_all_endpoints_for_each() -> None:
-    pool, _ = large_pool()
-    unknown = pool.take()
-    retries = [
-        asyncio.create_task(pool.take_for_retry([failed], 10.0, known_well=True))
-        for failed in (*pool.members[:50], *pool.members[:50])
-    ]
-    await asyncio.sleep(0)
-    assert looks_of(lambda: pool.give_back(unknown)) < 10 * len(retries)
-    failing = pool.take()
-    # The wishes of the second half are those of the first.
-    assert looks_of(lambda: pool.record_failure(failing)) < 10 * MANY
-    assert not any(retry.done() for retry in retries)
-    for retry in retries:
-        retry.cancel()
-    await asyncio.wait(retries)
 
 
 # Sick endpoints beside one that is known to be well.
@@ -218,6 +163,7 @@ def test_when_the_last_endpoint_in_use_is_removed_the_pool_is_down() -> None:
         pool.record_success(used)
         assert (is_down(pool), gone, pool.free()) == (True, ["e1"], 0)
         await asyncio.sleep(1.0)
+        pool.look()
         assert (is_down(pool), pool.free()) == (False, 1)  # the probe of the other
         pool.remove(sick.endpoint, lambda: gone.append(sick.name))
         assert (is_down(pool), gone, pool.free(), pool.retry_after_s()) == (True, ["e1", "e0"], 0, 1)

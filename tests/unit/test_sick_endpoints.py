@@ -11,7 +11,7 @@ BROKEN = ("500", "502", "503", "reset")
 def check(run: Run) -> None:
     """Everybody is answered, and nobody is taken for poison."""
     assert run.outcomes.keys() == {Output}
-    assert run.stand.dispatcher.poisoned == 0
+    assert run.stand.dispatcher.scheduler.poisoned == 0
     assert run.stand.pool.members[-1].breaker.state == "closed"
 
 

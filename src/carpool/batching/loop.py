@@ -236,7 +236,7 @@ class BatchLoop:
         ready: list[tuple[float, int, LaneQueue]] = []
         for number, lane in enumerate(self._broker.lanes(self.model)):
             if lane.is_quarantined and self._slots.free_for_quarantined() <= 0:
-                continue  # isolation.py notifies when quarantined owners may have a slot
+                continue  # the scheduler notifies when quarantined owners may have a slot
             plan = self.policy.plan(self._view(lane, now), now)
             if isinstance(plan, Send):
                 is_due = lane.is_quarantined and self._slots.is_quarantined_due()

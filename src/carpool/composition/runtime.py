@@ -6,7 +6,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack
 from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from carpool.composition.tracing import start_tracing
 from carpool.core.clock import Clock, monotonic
@@ -20,9 +20,6 @@ from carpool.service import EndpointsOf, endpoint_maker
 from carpool.settings import Settings, models_of
 from carpool.telemetry.tracer import Tracer
 from carpool.upstream.quarantine import Quarantine
-
-if TYPE_CHECKING:
-    import aiohttp
 
 Value = TypeVar("Value")
 
@@ -51,7 +48,7 @@ class Runtime:
         self.clock = clock
         self.random_share = random_share
         self.known_callers = known_callers
-        self.endpoints = endpoints or partial(endpoint_maker, session=self.session, clock=clock)
+        self.endpoints = endpoints or partial(endpoint_maker, clock=clock)
         # What happens to requests, for subscribers.
         self.events = Events()
         # Where their time went.
@@ -59,13 +56,11 @@ class Runtime:
         self.tracing = start_tracing(settings, self.events, self.seconds, clock)
         # Owners whose inputs keep being refused.
         self.quarantined = Quarantine()
-        self._session: aiohttp.ClientSession | None = None
         self.draining = False
         # Parts that make use of new settings: each gets them ready, which may fail, and returns what makes the change.
         self.reloads: list[Callable[[Settings], Callable[[], None]]] = []
         # How to give up what has been opened so far, the last first.
         self.opened = AsyncExitStack()
-        self.opened.push_async_callback(self._close_session)
         if self.tracing is not None:
             self.opened.push_async_callback(self.tracing.close)
         self._background: set[asyncio.Task[None]] = set()
@@ -73,18 +68,6 @@ class Runtime:
     def by_tier_name(self, value: Callable[[int], Value]) -> dict[str, Value]:
         """What is known of each tier by its number, by its name."""
         return {tier.name: value(number) for number, tier in enumerate(self.settings.tiers)}
-
-    def session(self) -> "aiohttp.ClientSession":
-        """The session that all endpoints share; made for the first of them."""
-        if self._session is None:
-            from carpool.upstream.client import make_session
-
-            self._session = make_session()
-        return self._session
-
-    async def _close_session(self) -> None:
-        if self._session is not None:
-            await self._session.close()
 
     @property
     def tracer(self) -> Tracer | None:

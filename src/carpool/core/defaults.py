@@ -15,6 +15,11 @@ def yes(*given: object) -> bool:
     return True
 
 
+def half() -> float:
+    """Where nothing is left to chance."""
+    return 0.5
+
+
 def one() -> int:
     """This process alone."""
     return 1

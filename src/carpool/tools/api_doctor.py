@@ -48,9 +48,9 @@ from carpool.tools.api_checks import (
 )
 from carpool.tools.doctor_checks import merged
 from carpool.upstream.call_ids import CallIds
-from carpool.upstream.client import make_session, without_secrets
+from carpool.upstream.client import without_secrets
 from carpool.upstream.codecs import ProtocolFaultError
-from carpool.upstream.endpoint import AttemptFailedError, ConnectionFailedError, Endpoint, UpstreamResponse
+from carpool.upstream.endpoint import AttemptFailedError, ConnectionWasDeadError, Endpoint, UpstreamResponse
 from carpool.upstream.fleet import Address
 from carpool.upstream.health import HasPages
 from carpool.upstream.tls import UpstreamSecurity
@@ -89,12 +89,15 @@ class ApiDoctor:
     async def examine(self) -> list[Finding]:
         """Every finding, in the order of the checks."""
         async with AsyncExitStack() as opened:
-            session = make_session()
-            opened.push_async_callback(session.close)
-            self._make = endpoint_maker(self._model, lambda: session, monotonic)
-            endpoints = {address.url: self._make(address) for address in addresses(self._model)}
-            for endpoint in endpoints.values():
+            make = endpoint_maker(self._model, monotonic)
+
+            def open_endpoint(address: Address) -> Endpoint:
+                endpoint = make(address)
                 opened.push_async_callback(endpoint.close)
+                return endpoint
+
+            self._open = open_endpoint
+            endpoints = {address.url: open_endpoint(address) for address in addresses(self._model)}
             try:
                 findings = merged(await self._examine_all(endpoints), len(endpoints))
             except Malformed as refusal:
@@ -176,7 +179,7 @@ class ApiDoctor:
         if other and not self._is_at_other_path:
             # There is one path that it can be: what else is wrong shows there.
             self._is_at_other_path = True
-            found, lead = await self._examine(other, self._make(Address(other, endpoint.slots)))
+            found, lead = await self._examine(other, self._open(Address(other, endpoint.slots)))
             return findings + found, lead
         return findings, None
 
@@ -198,7 +201,7 @@ class ApiDoctor:
         try:
             try:
                 answer = await endpoint.post(call, wait_s)
-            except ConnectionFailedError:  # the API had closed a connection that rested: a new one will do
+            except ConnectionWasDeadError:  # the API had closed a connection that rested: a new one will do
                 began = time.monotonic()
                 answer = await endpoint.post(call, wait_s)
         except AttemptFailedError as failure:

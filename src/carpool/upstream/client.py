@@ -3,42 +3,27 @@
 import asyncio
 import json
 import os
+import socket
 import ssl
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-import aiohttp
-from aiohttp.abc import AbstractStreamWriter
 from yarl import URL
 
 from carpool.core.errors import without_frames
 from carpool.core.tensors import Data
-from carpool.upstream.connections import (
-    CallContext,
-    EarlyAnswerError,
-    EndpointConnections,
-    current_call,
-    make_trace,
-    watched,
-)
+from carpool.upstream.connections import ServerConnections
 from carpool.upstream.endpoint import (
     AttemptFailedError,
     ConnectionWasDeadError,
-    DoubtfulAnswerError,
     NoAnswerError,
     UpstreamCall,
     UpstreamResponse,
 )
-from carpool.upstream.load import parse_load
 from carpool.upstream.tls import Credentials, UpstreamSecurity
 
-READ_BUFFER_BYTES = 1024 * 1024
-# A longer body is written in pieces, so that the event loop gets its turn in between, and no copy is made of it.
-PLAIN_BODY_BYTES_MAX = 256 * 1024
-PIECE_BYTES = 128 * 1024
 # A page beside the calls: health, metrics.
 PAGE_BYTES_MAX = 4 * 1024 * 1024
 CONNECT_TIMEOUT_S = 1.0
-KEEPALIVE_S = 60.0
 UNIX_PREFIX = "unix:"
 # A shorter secret is not looked for in the text of errors: it would be found in words that have nothing to do with it.
 SECRET_CHARS_MIN = 8
@@ -50,139 +35,83 @@ _OTHER_NAME = (62, 64)
 _NO_TLS = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "PACKET_LENGTH_TOO_LONG", "HTTP_REQUEST")
 
 
-def make_session(unix_socket: str = "") -> aiohttp.ClientSession:
-    """The one session that all endpoints share, but for Unix sockets, which need one each.
-
-    The pool's slots bound the connections, not the connector.
-    """
-    return aiohttp.ClientSession(
-        connector=watched(
-            aiohttp.UnixConnector(unix_socket, limit=0, keepalive_timeout=KEEPALIVE_S)
-            if unix_socket
-            else aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
-        ),
-        cookie_jar=aiohttp.DummyCookieJar(),
-        timeout=aiohttp.ClientTimeout(total=None),
-        # A compressed answer could be a bomb; none is asked for, and none is unpacked.
-        auto_decompress=False,
-        headers={"Accept-Encoding": "identity", "User-Agent": "carpool"},
-        read_bufsize=READ_BUFFER_BYTES,
-        trust_env=False,
-        trace_configs=[make_trace()],
-    )
-
-
-class LongBody(aiohttp.Payload):
-    """The body of a call, and what follows it, as aiohttp writes it: views of the call's own bytes, one at a time."""
-
-    _autoclose = True  # there is nothing to close
-
-    def __init__(self, call: UpstreamCall) -> None:
-        super().__init__(call, content_type=call.content_type)
-        self._parts: tuple[Data, ...] = (call.body, *call.tail)
-        self._size = call.size
-
-    def decode(self, encoding: str = "utf-8", errors: str = "strict") -> str:
-        """For aiohttp's errors, which do not need it."""
-        return ""
-
-    async def write(self, writer: AbstractStreamWriter) -> None:
-        """Write all of it; waits while the other side does not read."""
-        for part in self._parts:
-            view = memoryview(part)
-            for start in range(0, len(view), PIECE_BYTES):
-                await writer.write(view[start : start + PIECE_BYTES])
-
-
 class HttpEndpoint:
     """One endpoint of the fixed API: `http://…`, `https://…` or `unix:SOCKET[:PATH]`."""
 
     def __init__(
         self,
-        session: aiohttp.ClientSession,
         url: str,
         slots: int,
         answer_bytes_max: int,
         credentials: Credentials | None = None,
         load_header: str = "",
     ) -> None:
-        self._unix_socket = ""
+        unix_socket = ""
         if url.startswith(UNIX_PREFIX):
-            self._unix_socket, _, path = url.removeprefix(UNIX_PREFIX).partition(":")
+            unix_socket, _, path = url.removeprefix(UNIX_PREFIX).partition(":")
             self.url = URL(f"http://localhost{path}")
             self.name = url.partition("?")[0]
-            session = make_session(self._unix_socket)
         else:
             self.url = URL(url)
             self.name = str(self.url.with_user(None).with_query(None))
         self.slots = slots
-        self._session = session
         self._answer_bytes_max = answer_bytes_max
         self._credentials = credentials or Credentials(UpstreamSecurity())
-        # "": answers are not looked at for a load.
-        self._load_header = load_header
-        self._line = EndpointConnections(self.name)
-        self._by_path: dict[str, URL] = {}
+        self._own = ServerConnections(self.name, self.url, unix_socket, load_header)
+        # Other servers that have pages of this endpoint. Bounded: the settings name them.
+        self._others: dict[URL, ServerConnections] = {}
+        # How calls begin, by their path. Bounded: one path for each model.
+        self._starts: dict[str, str] = {}
 
     @property
     def stray_answers(self) -> int:
         """How often it sent bytes that were no answer to a call, for metrics."""
-        return self._line.stray
+        return self._own.stray
 
     async def post(self, call: UpstreamCall, timeout_s: float) -> UpstreamResponse:
         """Send one call, once, and read its answer; raises AttemptFailedError, or is cancelled."""
-        context = CallContext(self._line, call.body, call.tail)
-        try:
-            secrets = self._credentials.headers()
-            async with asyncio.timeout(timeout_s):
-                response, body = await self._send(call, secrets, context)
-        except TimeoutError:
-            raise NoAnswerError(timeout_s) from None
-        except (aiohttp.ClientError, OSError, ValueError) as failure:
-            is_cut, reason = isinstance(failure, aiohttp.ClientConnectionError | OSError), _reason(failure)
-            without_frames(failure)  # which hold the call; aiohttp's own hold the failure too
-            if is_cut and context.is_reused and not context.is_heard:
-                # A server may close a connection that rests just when it is used again; many do after a 500, unasked.
-                self._line.found_dead(asyncio.get_running_loop().time())
-                raise ConnectionWasDeadError(reason, closed_before_sent=not context.is_sent) from None
-            raise AttemptFailedError(reason) from None
-        if context.is_doubtful:
-            raise DoubtfulAnswerError("the answer may be the one to the call before, again")
-        load = parse_load(response.headers.get(self._load_header, "")) if self._load_header else None
-        return UpstreamResponse(response.status, body if response.status < 400 else _error_body(secrets, body), load)
-
-    async def _send(
-        self, call: UpstreamCall, secrets: Mapping[str, str], context: CallContext
-    ) -> tuple[aiohttp.ClientResponse, bytes]:
-        current_call.set(context)
-        async with self._session.post(
-            self._target(call.path),
-            data=LongBody(call) if call.tail or len(call.body) > PLAIN_BODY_BYTES_MAX else call.body,
-            headers={"Content-Type": call.content_type, **dict(call.headers), **secrets},
-            allow_redirects=False,
-            ssl=self._tls() or True,
-        ) as response:
-            return response, await self._read(response, self._answer_bytes_max)
+        secrets = self._credentials.headers()
+        start = self._starts.get(call.path)
+        if start is None:
+            start = self._starts[call.path] = _start("POST", self._target(call.path))
+        head = [f"{start}Content-Type: {call.content_type}\r\nContent-Length: {call.size}\r\n"]
+        head += map(_line, (*call.headers, *secrets.items()))
+        parts = (call.body, *call.tail)
+        answer = await self._ask(self._own, "".join(head), parts, self._answer_bytes_max, timeout_s)
+        if answer.status < 400:
+            return answer
+        return UpstreamResponse(answer.status, _error_body(secrets, answer.body), answer.load)
 
     async def get(self, where: str, timeout_s: float) -> UpstreamResponse:
         """Read a page beside the calls: a path, `:PORT/PATH` on the same host, or a URL. Raises AttemptFailedError."""
         try:
             url = self._page(where)
-            is_own = url.origin() == self.url.origin()
+            origin = url.origin()
+        except ValueError:
+            raise AttemptFailedError("there can be no such page") from None
+        server, secrets = self._own, self._credentials.headers()
+        if origin != self.url.origin():
             # The secrets are for the endpoint itself, and for no other server.
-            secrets = self._credentials.headers() if is_own else {}
-            tls = self._credentials.ssl_context() if url.scheme == "https" else None
-            current_call.set(CallContext(self._line if is_own else EndpointConnections(str(url.origin()))))
+            server, secrets = self._others.setdefault(origin, ServerConnections(str(origin), origin)), {}
+        head = _start("GET", url) + "".join(map(_line, secrets.items()))
+        try:
+            return await self._ask(server, head, (), PAGE_BYTES_MAX, timeout_s)
+        except ConnectionWasDeadError:  # a page may be asked for twice
+            return await self._ask(server, head, (), PAGE_BYTES_MAX, timeout_s)
+
+    async def _ask(
+        self, server: ServerConnections, head: str, parts: Sequence[Data], bytes_max: int, timeout_s: float
+    ) -> UpstreamResponse:
+        try:
             async with asyncio.timeout(timeout_s):
-                async with self._session.get(url, headers=secrets, allow_redirects=False, ssl=tls or True) as response:
-                    body = await self._read(response, PAGE_BYTES_MAX)
+                connection = await server.take(self._tls(server))
+                return await connection.exchange(f"{head}\r\n".encode(), parts, bytes_max)
         except TimeoutError:
             raise NoAnswerError(timeout_s) from None
-        except (aiohttp.ClientError, OSError, ValueError) as failure:
+        except (OSError, ValueError) as failure:
             reason = _reason(failure)
-            without_frames(failure)
+            without_frames(failure)  # which hold the call
             raise AttemptFailedError(reason) from None
-        return UpstreamResponse(response.status, body)
 
     def _page(self, where: str) -> URL:
         if where.startswith("/"):
@@ -192,68 +121,57 @@ class HttpEndpoint:
             return self.url.with_port(int(port)).join(URL(f"/{path}"))
         return URL(where)
 
-    async def _read(self, response: aiohttp.ClientResponse, bytes_max: int) -> bytes:
-        """The body, up to the size limit."""
-        if response.headers.get("Content-Encoding", "identity") != "identity":
-            raise AttemptFailedError("the answer is compressed, though that was not asked for")
-        if (response.content_length or 0) > bytes_max:
-            raise AttemptFailedError(f"the answer is longer than {bytes_max} bytes")
-        parts: list[bytes] = []
-        size = 0
-        async for part in response.content.iter_any():
-            size += len(part)
-            if size > bytes_max:
-                raise AttemptFailedError(f"the answer is longer than {bytes_max} bytes")
-            parts.append(part)
-        return parts[0] if len(parts) == 1 else b"".join(parts)
-
     async def accepts_connections(self) -> bool:
         """Whether a connection can be made right now, its TLS included."""
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                if self._unix_socket:
-                    _, writer = await asyncio.open_unix_connection(self._unix_socket)
-                else:
-                    _, writer = await asyncio.open_connection(self.url.host, self.url.port, ssl=self._tls())
-        except (TimeoutError, OSError, ValueError):
+                connection = await self._own.connect(self._tls(self._own))
+        except (TimeoutError, OSError, ValueError, AttemptFailedError) as failure:
+            without_frames(failure)  # one of which holds the failure
             return False
-        writer.close()
+        connection.close()
         return True
 
     async def close(self) -> None:
-        """Close a session of its own; the shared one is its owner's to close."""
-        if self._unix_socket:
-            await self._session.close()
+        """Give up its connections."""
+        for server in (self._own, *self._others.values()):
+            server.close()
 
-    def _tls(self) -> ssl.SSLContext | None:
-        return self._credentials.ssl_context() if self.url.scheme == "https" else None
+    def _tls(self, server: ServerConnections) -> ssl.SSLContext | None:
+        return self._credentials.ssl_context() if server.is_tls else None
 
     def _target(self, path: str) -> URL:
         """The endpoint's own URL; a protocol's path fills in where the URL has none."""
-        if not path or self.url.path not in ("", "/"):
-            return self.url
-        target = self._by_path.get(path)
-        if target is None:
-            target = self._by_path[path] = self.url.with_path(path)  # bounded: one path for each model
-        return target
+        return self.url.with_path(path) if path and self.url.path in ("", "/") else self.url
+
+
+def _start(method: str, url: URL) -> str:
+    """The first lines of a request. No compressed answer is asked for: it could be a bomb."""
+    return (
+        f"{method} {url.raw_path_qs} HTTP/1.1\r\nHost: {url.host_port_subcomponent}\r\n"
+        "Accept: */*\r\nAccept-Encoding: identity\r\nUser-Agent: carpool\r\n"
+    )
+
+
+def _line(header: tuple[str, str]) -> str:
+    name, value = header
+    if "\r" in value or "\n" in value:
+        raise ValueError(f"the header {name} has more than one line")
+    return f"{name}: {value}\r\n"
 
 
 def _reason(failure: Exception) -> str:
-    """What to tell of a call that broke off: never a text that could quote what the other side sent."""
-    if isinstance(failure, aiohttp.ClientConnectorCertificateError):
-        fault = failure.certificate_error
-        if isinstance(fault, ssl.SSLCertVerificationError):
-            other_name = fault.verify_code in _OTHER_NAME
-            return f"its certificate is refused: {'it is for another name' if other_name else fault.verify_message}"
-    if isinstance(failure, aiohttp.ClientOSError) and isinstance(failure.__cause__, ssl.SSLError):
-        hint = ": the server there may be a plain one, http://" if failure.__cause__.reason in _NO_TLS else ""
-        return f"TLS failed ({failure.__cause__.reason}){hint}"
-    if isinstance(failure, aiohttp.ClientConnectorDNSError):
+    """What to tell of a call that could not be sent: never a text that could quote what the other side sent."""
+    if isinstance(failure, ssl.SSLCertVerificationError):
+        other_name = failure.verify_code in _OTHER_NAME
+        return f"its certificate is refused: {'it is for another name' if other_name else failure.verify_message}"
+    if isinstance(failure, ssl.SSLError):
+        hint = ": the server there may be a plain one, http://" if failure.reason in _NO_TLS else ""
+        return f"TLS failed ({failure.reason}){hint}"
+    if isinstance(failure, socket.gaierror):
         return "the name of its host does not resolve"
-    if isinstance(failure, aiohttp.ClientConnectorError) and failure.os_error.errno:
-        return f"no connection: {os.strerror(failure.os_error.errno)}"
-    if isinstance(failure, EarlyAnswerError):
-        return "an answer came before the call was sent"
+    if isinstance(failure, OSError) and failure.errno:
+        return f"no connection: {os.strerror(failure.errno)}"
     return f"the call broke off ({type(failure).__name__})"
 
 

@@ -1,266 +1,371 @@
-"""HTTP connections to endpoints: what comes in on one is the answer to the call under way on it, or no call gets it.
+"""HTTP/1.1 connections to a server: what comes in on one is the answer to the call under way on it, or no call gets it.
 
-An answer of HTTP/1.1 carries no id: it belongs to the last call on its connection. Left alone, aiohttp keeps what comes
-between two calls, and hands it to the next as its answer. So:
+An answer of HTTP/1.1 carries no id: it belongs to the last call on its connection. So:
 
-1. A connection rests, is taken by a call, or has been asked. Only when asked may it answer. Bytes that come before are
-   stray: the connection is cut off, never used again, and counted. Empty lines are no bytes (RFC 9112, 9.2).
-2. An answer ends where its length says. What follows, in the same read or later, is stray. The first answer of its
-   connection is good even so. A later one, not yet handed out, is in doubt: it may be the repeated answer to the call
-   before.
-3. Right before a request is written the socket is looked at. What lies there unread is read first: stray bytes fall
-   under rule 1, and on a connection that the other side has closed nothing is written.
+1. A connection rests, or one call is under way on it. Bytes that come while it rests are stray: the connection is cut
+   off and counted. Empty lines are no bytes (RFC 9112, 2.2).
+2. An answer ends where its length says. What follows it in the same read is stray too. The first answer of its
+   connection is good even so; a later one may be the answer to the call before, again, and its call fails.
+3. Before a request is written the socket is looked at. A connection with unread bytes, or one that the other side has
+   closed, is not used.
 4. Outputs cannot come before the inputs were sent. An answer that begins before the request has been written whole is
    stray, unless it is an error: servers may refuse a long request early.
-5. An answer that comes while the next call is under way looks like that call's. An answer that is the same as the
-   answer before it is in doubt, and not believed (`repeats.py`).
-6. An endpoint that was caught, or whose answer is in doubt, gets a connection of its own for each call, for `CAUGHT_S`:
-   there is no next call that could get a repeated answer.
-7. After a connection was found dead, connections that have rested since before that moment are not used either.
-
-aiohttp offers no place for this but its protocol class. All that is aiohttp's own business stands in this file:
-`_factory` and `_parser`, and the order in which it calls. `tests/integration/test_stray_answers.py` holds it.
+5. A server that sent stray bytes gets a connection of its own for each call, for `CAUGHT_S`: there is no next call that
+   could get a repeated answer.
+6. When a connection is found dead, those that rest beside it are closed: a server that restarts has closed them all.
+7. A connection is used again only after an answer that was read whole and did not end it. One that has rested for
+   `KEEPALIVE_S` is closed.
 """
 
 import asyncio
-import functools
 import logging
+import random
 import select
+import ssl
 from collections.abc import Sequence
-from contextvars import ContextVar
+from functools import partial
 from math import inf
-from typing import Any
+from socket import SOCK_STREAM
+from typing import NoReturn, cast
 
-import aiohttp
-from aiohttp.client_proto import ResponseHandler
-from aiohttp.http import RawResponseMessage
-from aiohttp.streams import StreamReader
+import httptools
+from aiohappyeyeballs import start_connection
+from yarl import URL
 
 from carpool.core.tensors import Data
-from carpool.upstream.repeats import END_BYTES, CallAndAnswer, Repeats, fingerprint_of, fingerprint_of_end
+from carpool.upstream.endpoint import AttemptFailedError, ConnectionWasDeadError, UpstreamResponse
+from carpool.upstream.load import parse_load
 
 logger = logging.getLogger("carpool.upstream")
 
 CAUGHT_S = 600.0
-# Turns that the event loop gets to read what lies in a socket; it needs two.
+KEEPALIVE_S = 60.0
+# A host with addresses of both families: the next one is tried beside the last after this time (RFC 8305).
+NEXT_ADDRESS_S = 0.25
+# Turns that the event loop gets to read what lies in the socket of a new connection; it needs two.
 TURNS_MAX = 8
+# A longer request is written in pieces, so that the event loop gets its turn in between, and no copy is made of it.
+PLAIN_BYTES_MAX = 256 * 1024
+PIECE_BYTES = 128 * 1024
+# Of reads that brought nothing of the body: those of heads, trailers and the frames of chunks.
+FRAMING_BYTES_MAX = 64 * 1024
 _EMPTY_LINES = b"\r\n"
 
 
-class EarlyAnswerError(aiohttp.ClientError):
-    """An answer came before the request had been written (rule 4)."""
+class UpstreamConnection(asyncio.Protocol):
+    """One connection: it rests among the server's (`ServerConnections`), or has a call."""
 
+    def __init__(self, server: "ServerConnections", tls: ssl.SSLContext | None) -> None:
+        self._server = server
+        # What it was made with: after a change of certificates it is not used again.
+        self.tls = tls
+        self.rests_since = 0.0
+        self._parser = httptools.HttpResponseParser(self)
+        # What browsers and most clients take too: lines that end without CR, odd bytes in headers.
+        self._parser.set_dangerous_leniencies(
+            lenient_headers=True, lenient_optional_cr_before_lf=True, lenient_spaces_after_chunk_size=True
+        )
+        self._poll = select.poll()
+        # Calls so far, with the one under way.
+        self._calls = 0
+        # Has its result when the call under way is over, None if it failed; None while the connection rests.
+        self._answered: asyncio.Future[UpstreamResponse | None] | None = None
+        # Has its result when the transport takes more; None while it does.
+        self._resumed: asyncio.Future[None] | None = None
 
-class EndpointConnections:
-    """What is known of all connections to one endpoint."""
+    # The call
 
-    def __init__(self, name: str) -> None:
-        self.name = name
-        # Connections that were cut off because of stray bytes.
-        self.stray = 0
-        # On the event loop's clock: a connection that came to rest before this is not used again.
-        self.reuse_from = -inf
-        # Until then rule 6 holds, whatever else is learned.
-        self._caught_until = -inf
-        self._repeats = Repeats()
-        self._complained_at = -inf
+    async def exchange(self, head: bytes, parts: Sequence[Data], body_bytes_max: int) -> UpstreamResponse:
+        """Write one call and read its answer; raises AttemptFailedError.
 
-    def caught(self, now: float) -> None:
-        """Stray bytes came (rule 6)."""
-        self.stray += 1
-        self.reuse_from = self._caught_until = now + CAUGHT_S
-        if now - self._complained_at >= CAUGHT_S / 2:  # not with every one
-            self._complained_at = now
-            fields = {"endpoint": self.name, "stray_answers": self.stray}
-            logger.error("an endpoint sent bytes that were no answer to a call", extra={"fields": fields})
+        The connection rests afterwards, or is closed.
+        """
+        answered: asyncio.Future[UpstreamResponse | None] = asyncio.get_running_loop().create_future()
+        self._answered = answered
+        self._calls += 1
+        self._body_bytes_max = body_bytes_max
+        self._is_heard = self._has_head = self._is_framed = self._is_whole = self._keeps_alive = False
+        self._fault = ""
+        self._status = 0
+        self._load: float | None = None
+        self._body: list[bytes] = []
+        self._length = self._body_bytes = self._framing_bytes = 0
+        try:
+            await self._write(head, parts)
+            answer = await answered
+        finally:
+            if self._answered is answered:  # cancelled
+                self._answered = None
+                self.abort()
+        if answer is not None:
+            return answer
+        if self._calls > 1 and not self._is_heard:
+            # Servers close connections that rest, and may do so just when one is used again; many do after a 500.
+            self._server.close_resting()
+            raise ConnectionWasDeadError(self._fault)
+        raise AttemptFailedError(self._fault)
 
-    def found_dead(self, now: float) -> None:
-        """A connection that had rested was closed by the other side (rule 7)."""
-        self.reuse_from = max(self.reuse_from, now)
+    async def _write(self, head: bytes, parts: Sequence[Data]) -> None:
+        self._is_written = sum(map(len, parts)) <= PLAIN_BYTES_MAX
+        if self._is_written:
+            self._transport.write(b"".join((head, *parts)))
+            return
+        self._transport.write(head)
+        for part in parts:
+            view = memoryview(part)
+            for start in range(0, len(view), PIECE_BYTES):
+                if self._answered is None:
+                    return  # refused before all was sent, or broken off
+                self._transport.write(view[start : start + PIECE_BYTES])
+                if self._resumed is not None:
+                    await self._resumed
+        self._is_written = True
 
-    def is_doubtful(self, exchange: CallAndAnswer, before: CallAndAnswer | None, now: float) -> bool:
-        """Whether an answer is not to be believed; `before` is what its connection had before (rule 5)."""
-        if before is not None and self._repeats.is_doubtful(exchange, before, now):
-            self.reuse_from = now + CAUGHT_S
-            logger.warning("an endpoint gave two calls the same answer", extra={"fields": {"endpoint": self.name}})
-            return True
-        verdict = self._repeats.seen_alone(exchange, now) if before is None else "nothing"
-        if verdict == "answers so":
-            self.reuse_from = max(now, self._caught_until)
-        elif verdict == "repeats":
-            self.caught(now)
-        return False
+    def _end(self, answer: UpstreamResponse | None, *, is_kept: bool = False) -> None:
+        """The call under way is over."""
+        answered, self._answered = self._answered, None
+        self._body = []
+        if is_kept:
+            self._server.rests(self)
+        else:
+            self.abort()
+        self.resume_writing()
+        if answered is not None and not answered.done():
+            answered.set_result(answer)
 
+    # asyncio.Protocol
 
-class CallContext:
-    """What is known of the way that one call takes. aiohttp makes it on one connection, or on none."""
-
-    __slots__ = ("connection", "is_doubtful", "is_heard", "is_reused", "is_sent", "line", "print", "unwritten_bytes")
-
-    def __init__(self, line: EndpointConnections, body: bytes = b"", tail: Sequence[Data] = ()) -> None:
-        self.line = line
-        self.print = fingerprint_of(body, tail)
-        self.connection: UpstreamConnection | None = None
-        # The connection had been used before.
-        self.is_reused = False
-        # The first byte of the request is given to an open connection. Until then the endpoint cannot have received it.
-        self.is_sent = False
-        # A byte of an answer came.
-        self.is_heard = False
-        # The answer is whole, but may be that of the call before.
-        self.is_doubtful = False
-        self.unwritten_bytes = self.print.size
-
-
-# The call that the running task makes: aiohttp takes no argument as far as its connections.
-current_call: ContextVar[CallContext] = ContextVar("trip_now")
-
-
-class UpstreamConnection(ResponseHandler):
-    """One connection, in the pool of aiohttp's connector or in use."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        super().__init__(loop)
-        # "resting", "taken" or "asked" (rule 1).
-        self._state: str = "resting"
-        self._rests_since = inf
-        self._is_cut_off = False
-        # The last bytes that came: those of an answer, where nothing but empty lines comes behind it.
-        self._end = b""
-        # The last call here that had an output, with its answer.
-        self._exchange: CallAndAnswer | None = None
-        # Its call, or while it rests its last one; None before the first.
-        self._trip: CallContext | None = None
-        # The endpoint for which stray bytes count, also before the first call.
-        self._line = current_call.get().line
-
-    def set_response_params(self, **params: Any) -> None:
-        """Called by aiohttp when a call has the connection, before it writes."""
-        context = current_call.get()
-        context.connection, context.is_reused = self, self._trip is not None
-        self._trip, self._line, self._state = context, context.line, "taken"
-        super().set_response_params(**params)
-
-    def is_connected(self) -> bool:
-        """Asked by aiohttp's connector: False makes it throw a resting connection away."""
-        is_trusted = self._state != "resting" or self._rests_since >= self._line.reuse_from
-        return super().is_connected() and is_trusted
-
-    def connection_lost(self, exc: BaseException | None) -> None:
-        """The connection is over. Its last call and it refer to each other: that call lets go of it."""
-        super().connection_lost(exc)
-        if self._trip is not None:
-            self._trip.connection = None
-
-    async def before_writing(self) -> None:
-        """The next thing that happens is the first write of a request (rule 3)."""
-        turns = 0
-        while self._has_unread_bytes():
-            if turns == TURNS_MAX:
-                self.abort()  # the loop does not read it; whatever it is, it came before the request
-                return
-            turns += 1
-            await asyncio.sleep(0)
-        if self._trip is not None and self.transport is not None and not self.transport.is_closing():
-            self._state = "asked"
-            self._trip.is_sent = True
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """The connection is open."""
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's are of no asyncio class
+        self._poll.register(transport.get_extra_info("socket").fileno(), select.POLLIN)
 
     def data_received(self, data: bytes) -> None:
-        """Bytes of an answer, or stray ones; none at all when aiohttp goes on with those it has."""
-        if self._state == "asked" and self._trip is not None:
-            self._trip.is_heard = self._trip.is_heard or bool(data)
-            self._end = (self._end + data[-END_BYTES:])[-END_BYTES:]
-            super().data_received(data)
-            if self._state == "resting" and self._further_message_has_begun():  # rule 2
-                self._cut_off()
-        elif data.strip(_EMPTY_LINES):
-            self._cut_off()
-
-    def feed_data(self, data: tuple[RawResponseMessage, StreamReader], size: int = 0) -> None:
-        """The head of a message was read, in `data_received`."""
-        message, payload = data
-        if self._state != "asked":  # rule 2: the one before it was whole
-            self._cut_off()
+        """Bytes of the answer, or stray ones."""
+        if self._answered is None:
+            if data.strip(_EMPTY_LINES):
+                self._server.caught()
+                self.abort()
             return
-        if message.code >= 200 or message.code == 101:  # any other is followed by the real one
-            if message.code < 300 and self._is_unwritten():
-                self._state = "resting"  # nothing that follows counts either
-                self._cut_off()
-                self.set_exception(EarlyAnswerError("an answer came before the call was sent"))
-                return
-            # Before aiohttp does, which gives the connection back then.
-            payload.on_eof(functools.partial(self._answer_ended, message, payload))
-        super().feed_data(data, size)
-
-    def _answer_ended(self, message: RawResponseMessage, payload: StreamReader) -> None:
-        now = self._rests_since = self._loop.time()
-        self._state = "resting"
-        if self._trip is not None and 200 <= message.code < 300:
-            before = self._exchange
-            end = self._end.rstrip(_EMPTY_LINES)
-            self._exchange = CallAndAnswer(self._trip.print, fingerprint_of_end(payload.total_bytes, end))
-            self._trip.is_doubtful = self._line.is_doubtful(self._exchange, before, now)
-        if now < self._line.reuse_from:
-            self.force_close()
-
-    def _further_message_has_begun(self) -> bool:
-        """Whether the parser has read anything behind the answer. It is not used any more: each call has its own."""
+        self._is_heard = True
+        body_bytes = self._body_bytes
+        is_in_order = True
         try:
-            return self._parser is not None and self._parser.feed_eof() is not None
-        except Exception:  # something has begun that is no message either
-            return True
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade):
+            is_in_order = False
+        if self._is_whole:
+            self._ended(has_more=not is_in_order)
+        elif not is_in_order:
+            self._fault = self._fault or "the call broke off (its answer is no valid HTTP)"
+            self._end(None)
+        elif body_bytes == self._body_bytes:
+            self._framing_bytes += len(data)
+            if self._framing_bytes > FRAMING_BYTES_MAX:
+                self._fault = f"the head of the answer is longer than {FRAMING_BYTES_MAX} bytes"
+                self._end(None)
 
-    def _is_unwritten(self) -> bool:
-        transport = self.transport
-        is_buffered = transport is not None and transport.get_write_buffer_size() > 0
-        return is_buffered or (self._trip is not None and self._trip.unwritten_bytes > 0)
+    def _ended(self, *, has_more: bool) -> None:
+        """The answer was read whole; `has_more`: something came behind it (rule 2)."""
+        if has_more:
+            self._server.caught()
+            if self._calls > 1:
+                self._fault = "more than one answer came, and the first may be the one to the call before"
+                self._end(None)
+                return
+        body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
+        is_kept = self._keeps_alive and not has_more and self._is_sent()
+        self._end(UpstreamResponse(self._status, body, self._load), is_kept=is_kept)
 
-    def _has_unread_bytes(self) -> bool:
-        """Whether the kernel has something for this connection, be it its end."""
-        transport = self.transport
-        if transport is None or transport.is_closing():
-            return False
-        poll = select.poll()
-        poll.register(transport.get_extra_info("socket").fileno(), select.POLLIN)
-        return bool(poll.poll(0))
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The connection is over; for an answer without a length that is its end."""
+        del self._parser  # it refers back to here, and the collector that would free both runs rarely
+        self._server.forget(self)
+        if self._answered is None:
+            return
+        if exc is None and self._has_head and not self._is_framed:
+            self._ended(has_more=False)
+        else:
+            self._fault = f"the call broke off ({type(exc).__name__ if exc else 'closed by the other side'})"
+            self._end(None)
 
-    def _cut_off(self) -> None:
-        if not self._is_cut_off:  # one read may have several messages behind the answer
-            self._is_cut_off = True
-            self._line.caught(self._loop.time())
-        if self._trip is not None and self._trip.is_reused:
-            self._trip.is_doubtful = True  # rule 2; of no effect once the answer is handed out
-        self.abort()
+    def pause_writing(self) -> None:
+        """The other side does not keep up with a long request."""
+        self._resumed = asyncio.get_running_loop().create_future()
+
+    def resume_writing(self) -> None:
+        """It has read on, or the rest need not be sent."""
+        resumed, self._resumed = self._resumed, None
+        if resumed is not None and not resumed.done():
+            resumed.set_result(None)
+
+    # httptools' callbacks, in `data_received`
+
+    def on_message_begin(self) -> None:
+        """The first byte of an answer."""
+        if self._is_whole:
+            self._refuse("")
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """One header; also called for trailers, which say nothing."""
+        if self._has_head:
+            return
+        name = name.lower()
+        if name == b"content-length":
+            self._is_framed = True
+            self._length = int(value)
+        elif name == b"transfer-encoding":
+            self._is_framed = True
+        elif name == b"content-encoding" and value.lower() != b"identity":
+            # It could be a bomb.
+            self._refuse("the answer is compressed, though that was not asked for")
+        elif name == self._server.load_header:
+            self._load = parse_load(value.decode("latin-1"))
+
+    def on_headers_complete(self) -> None:
+        """The head of an answer, or of an interim one, which the real one follows."""
+        self._status = self._parser.get_status_code()
+        self._has_head = self._status >= 200
+        if self._has_head and self._status < 300 and not self._is_sent():
+            self._server.caught()  # rule 4
+            self._refuse("an answer came before the call was sent")
+        if self._length > self._body_bytes_max:
+            self._refuse_long()
+
+    def on_body(self, part: bytes) -> None:
+        """A part of the body."""
+        self._body_bytes += len(part)
+        if self._body_bytes > self._body_bytes_max:
+            self._refuse_long()
+        self._body.append(part)
+
+    def on_message_complete(self) -> None:
+        """The end of an answer."""
+        self._is_whole = self._has_head
+        self._keeps_alive = self._parser.should_keep_alive()
+
+    def _refuse_long(self) -> NoReturn:
+        self._refuse(f"the answer is longer than {self._body_bytes_max} bytes")
+
+    def _refuse(self, fault: str) -> NoReturn:
+        """Stop the parser."""
+        self._fault = fault
+        raise ValueError
+
+    # Its state
+
+    def _is_sent(self) -> bool:
+        return self._is_written and not self._transport.get_write_buffer_size()
+
+    def has_unread_bytes(self) -> bool:
+        """Whether the kernel has something for this connection, be it its end; also if it is closed."""
+        return self._transport.is_closing() or bool(self._poll.poll(0))
+
+    def close(self) -> None:
+        """Close it in order."""
+        self._server.forget(self)
+        self._transport.close()
+
+    def abort(self) -> None:
+        """Cut it off."""
+        self._server.forget(self)
+        self._transport.abort()
 
 
-def watched(connector: aiohttp.BaseConnector) -> aiohttp.BaseConnector:
-    """Have a connector make connections that keep these rules."""
-    factory = functools.partial(_make_connection, asyncio.get_running_loop())
-    connector._factory = factory  # noqa: SLF001 - aiohttp has no public way
-    return connector
+class ServerConnections:
+    """The connections to one server that rest, and what is known of all of them."""
 
+    def __init__(self, name: str, url: URL, unix_socket: str = "", load_header: str = "") -> None:
+        self._name = name
+        self._host, self._port = url.raw_host or "", url.port
+        self.is_tls = url.scheme == "https"
+        self._unix_socket = unix_socket
+        # In lower case. "": answers are not looked at for a load.
+        self.load_header = load_header.lower().encode()
+        # Connections that were cut off because of stray bytes.
+        self.stray = 0
+        self._caught_until = self._complained_at = -inf
+        # The one that has rested longest first.
+        self._resting: list[UpstreamConnection] = []
+        self._old_timer: asyncio.TimerHandle | None = None
+        self._is_closed = False
 
-def _make_connection(loop: asyncio.AbstractEventLoop) -> ResponseHandler:
-    return UpstreamConnection(loop)
+    async def take(self, tls: ssl.SSLContext | None) -> UpstreamConnection:
+        """A connection for one call: the one that rested last, or a new one. Raises what `connect` does."""
+        for connection in reversed(self._resting):
+            # What is unread, the event loop reads next: stray bytes, or the end.
+            if connection.tls is tls and not connection.has_unread_bytes():
+                self._resting.remove(connection)
+                return connection
+        return await self.connect(tls)
 
+    async def connect(self, tls: ssl.SSLContext | None) -> UpstreamConnection:
+        """A new connection; raises OSError, ValueError or AttemptFailedError."""
+        loop = asyncio.get_running_loop()
+        make = partial(UpstreamConnection, self, tls)
+        if self._unix_socket:
+            _, connection = await loop.create_unix_connection(make, self._unix_socket)
+        else:
+            addresses = await loop.getaddrinfo(self._host, self._port, type=SOCK_STREAM)
+            random.shuffle(addresses)  # a name may stand for several servers
+            sock = await start_connection(addresses, happy_eyeballs_delay=NEXT_ADDRESS_S)
+            host = self._host.rstrip(".") if tls else None  # certificates are for names without the last dot
+            _, connection = await loop.create_connection(make, sock=sock, ssl=tls, server_hostname=host)
+        # A server that speaks first answers no call: that is read before the call is written. TLS may have unread bytes
+        # of its own.
+        try:
+            for _ in range(TURNS_MAX):
+                if not connection.has_unread_bytes():
+                    return connection
+                await asyncio.sleep(0)
+            raise AttemptFailedError("the connection was closed, or something came on it, before the call was sent")
+        except BaseException:  # also if cancelled
+            connection.abort()
+            raise
 
-def make_trace() -> aiohttp.TraceConfig:
-    """aiohttp says when it writes, right before it does."""
-    trace = aiohttp.TraceConfig()
-    trace.on_request_headers_sent.append(_before_head)
-    trace.on_request_chunk_sent.append(_before_chunk)
-    return trace
+    def rests(self, connection: UpstreamConnection) -> None:
+        """A call is over, and another may have its connection."""
+        loop = asyncio.get_running_loop()
+        connection.rests_since = loop.time()
+        if self._is_closed or connection.rests_since < self._caught_until:
+            connection.abort()
+            return
+        self._resting.append(connection)
+        if self._old_timer is None:
+            self._old_timer = loop.call_later(KEEPALIVE_S, self._close_old)
 
+    def forget(self, connection: UpstreamConnection) -> None:
+        """A connection is not used again."""
+        if connection in self._resting:
+            self._resting.remove(connection)
 
-async def _before_head(session: object, context: object, params: object) -> None:
-    """The head is written now, unless a body follows: then with that."""
-    context = current_call.get()
-    if context.connection is not None and not context.unwritten_bytes:
-        await context.connection.before_writing()
+    def caught(self) -> None:
+        """Stray bytes came (rule 5)."""
+        now = asyncio.get_running_loop().time()
+        self.stray += 1
+        self._caught_until = now + CAUGHT_S
+        self.close_resting()
+        if now - self._complained_at >= CAUGHT_S / 2:  # not with every one
+            self._complained_at = now
+            fields = {"endpoint": self._name, "stray_answers": self.stray}
+            logger.error("an endpoint sent bytes that were no answer to a call", extra={"fields": fields})
 
+    def close_resting(self) -> None:
+        """Close the connections without a call."""
+        for connection in self._resting.copy():
+            connection.abort()
 
-async def _before_chunk(session: object, context: object, params: aiohttp.TraceRequestChunkSentParams) -> None:
-    context = current_call.get()
-    if context.connection is not None and not context.is_sent:
-        await context.connection.before_writing()
-    context.unwritten_bytes -= len(params.chunk)
+    def close(self) -> None:
+        """Close the connections without a call now, and the others after theirs."""
+        self._is_closed = True
+        self.close_resting()
+        if self._old_timer is not None:
+            self._old_timer.cancel()
+
+    def _close_old(self) -> None:
+        loop = asyncio.get_running_loop()
+        while self._resting and self._resting[0].rests_since <= loop.time() - KEEPALIVE_S:
+            self._resting[0].close()
+        self._old_timer = None
+        if self._resting:
+            self._old_timer = loop.call_at(self._resting[0].rests_since + KEEPALIVE_S, self._close_old)

@@ -45,29 +45,12 @@ class NoAnswerError(AttemptFailedError):
         super().__init__(f"no answer within {timeout_s:.2f} s")
 
 
-class ConnectionFailedError(AttemptFailedError):
-    """There is no answer because of the connection that the call was made on, and the next call will have another one.
-
-    That says little against the endpoint. Whether the call is sent once more is for the caller to say.
-    """
-
-    # Nothing of the call was written: it surely was not received.
-    closed_before_sent = False
-
-
-class ConnectionWasDeadError(ConnectionFailedError):
+class ConnectionWasDeadError(AttemptFailedError):
     """A connection that had been used before broke off, and no byte of an answer had come.
 
-    Servers close idle connections, and may do so just when one is used again.
+    Servers close idle connections, and may do so just when one is used again. That says little against the endpoint,
+    and the next call will have a new connection. Whether the call is sent once more is for the caller to say.
     """
-
-    def __init__(self, text: str, *, closed_before_sent: bool) -> None:
-        super().__init__(text)
-        self.closed_before_sent = closed_before_sent
-
-
-class DoubtfulAnswerError(ConnectionFailedError):
-    """The answer may be that of the call before on this connection, so no call gets it (repeats.py)."""
 
 
 class Endpoint(Protocol):

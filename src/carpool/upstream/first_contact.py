@@ -9,25 +9,14 @@
    gets the error of its last attempt, and is a dead letter.
 """
 
-import logging
 import re
 from collections.abc import Sequence
 from math import inf
-from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import msgspec
 
-from carpool.core.clock import Clock
-from carpool.core.errors import CarpoolError, Draining
-from carpool.core.ports import Returns
-from carpool.core.request import DONE, Request
-from carpool.core.timers import Every
-
-if TYPE_CHECKING:
-    from carpool.upstream.pool import EndpointState
-
-logger = logging.getLogger("carpool.upstream")
+from carpool.core.errors import CarpoolError
 
 # Rule 1: from the first line to the second, doubled each time, up to the longest; and after a failure of another kind.
 SAY_AGAIN_S, SAY_AGAIN_S_MAX, SAY_OTHER_S = 10.0, 600.0, 5.0
@@ -41,10 +30,6 @@ NAMES_MAX = 5
 _NEVER_WORKED = (
     "the inference API has answered no call well so far: the log and /internal/health of the gateway say why"
 )
-# Rule 3.
-LOOK_S = 0.5
-RETRY_S = 2.0
-
 # What to look at where no answer came.
 LOOK_AT_ADDRESS = "look at the address in upstream.endpoints, and whether the API runs there"
 
@@ -74,22 +59,6 @@ class Trouble:
             return False
         self._say_at, self._pause_s = now + self._pause_s, min(2 * self._pause_s, SAY_AGAIN_S_MAX)
         return True
-
-
-def call_failed(member: "EndpointState", what: str, look_at: str, now: float) -> None:
-    """A call to an endpoint failed: log that now and then, unless the endpoint has answered a call well before."""
-    if member.succeeded:
-        return
-    trouble = member.trouble = member.trouble or Trouble()
-    if trouble.failed(what, look_at, now):
-        says = "%s %s; `carpool doctor` finds out more"
-        logger.warning(says, member.name, trouble.text, extra={"fields": {"endpoint": member.name}})
-
-
-def call_answered(member: "EndpointState") -> None:
-    """The first good answer after such failures."""
-    member.trouble = None
-    logger.info("%s answers now", member.name, extra={"fields": {"endpoint": member.name}})
 
 
 def never_worked(error: CarpoolError) -> CarpoolError:
@@ -161,50 +130,3 @@ def field_names(body: bytes, parameters: bytes) -> list[str]:
         if len(names) == NAMES_MAX:
             break
     return list(names)
-
-
-class PatientTasks:
-    """Rule 3: tasks that failed while nothing was known of the endpoints of their model."""
-
-    def __init__(self, broker: Returns, clock: Clock) -> None:
-        self._broker = broker
-        self._clock = clock
-        # The last error, and when it is to wait for a slot again; infinity: it does, or is under way.
-        self._kept: dict[Request, tuple[CarpoolError, float]] = {}
-        self._looks = Every(LOOK_S, self._look)
-
-    def __repr__(self) -> str:
-        return f"<PatientTasks {len(self._kept)}>"
-
-    def __contains__(self, request: object) -> bool:
-        return request in self._kept
-
-    def keep(self, request: Request, error: CarpoolError) -> None:
-        """Try a task again in a while."""
-        self._broker.rest(request)  # what it has of `in_flight_bytes_max` is for others
-        self._kept[request] = (error, self._clock() + RETRY_S)
-        self._looks.start()
-
-    def leave(self) -> None:
-        """This process leaves: the tasks are for the next one, or for others."""
-        self._looks.stop()
-        kept, self._kept = self._kept, {}
-        for request, (_, again_at) in kept.items():
-            if again_at < inf:
-                self._broker.settle(request, Draining("this gateway shut down before the result came"))
-
-    def _look(self) -> None:
-        now = self._clock()
-        for request, (error, again_at) in list(self._kept.items()):
-            if request.phase == DONE:
-                del self._kept[request]
-            elif request.deadline - now <= 2 * LOOK_S:  # before the broker ends it, which only knows that it is late
-                del self._kept[request]
-                self._broker.settle(request, error)
-            elif again_at <= now:
-                self._kept[request] = (error, inf)
-                searched_s = request.searched_s
-                self._broker.put_back([request])
-                request.searched_s = searched_s  # there was no search
-        if not self._kept:
-            self._looks.stop()

@@ -51,7 +51,6 @@ class Fleet:
     async def close(self) -> None:
         """Stop watching, and give up every endpoint."""
         await self._watch.close()
-        self.pool.close()
         await asyncio.gather(*self._closing, *(endpoint.close() for endpoint in self._endpoints.values()))
 
     def prepare(self, addresses: Iterable[Address], make_endpoint: MakeEndpoint) -> Endpoints:

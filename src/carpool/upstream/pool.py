@@ -1,55 +1,42 @@
-"""The endpoints of one model and their slots. A free slot is taken, never waited for, except by a retry.
+"""The endpoints of one model and their slots. No I/O: a free slot is taken, never waited for.
 
 1. Every slot is in exactly one place: offered in `_free`, taken by a call, or withheld because its endpoint's breaker
    is open or its limit is lower than its slots.
-2. `give_back` hands a slot to a waiting retry if that may use it, since its requests are the oldest there are; else it
-   offers the slot and notifies the batching loop.
-3. An endpoint whose breaker opens is offered no more. When its pause is over and its last call has ended, one slot is
-   offered: the probe.
-4. Breakers may take at most EJECT_SHARE_MAX of the endpoints out, at least one; and any but the last that is known to
+2. An endpoint whose breaker opens is offered no more. When its pause is over and its last call has ended, one slot is
+   offered: the probe (`look`). Where there is a health page, it is asked before.
+3. Breakers may take at most EJECT_SHARE_MAX of the endpoints out, at least one; and any but the last that is known to
    be well. If every endpoint that is left fails as well, it is the upstream that is down, and all of them open.
-5. The pool is down while no breaker is closed and no probe is offered. So requests are admitted for a moment when a
+4. The pool is down while no breaker is closed and no probe is offered. So requests are admitted for a moment when a
    probe is due: without a request there could be none.
-6. An endpoint that is closed to one owner only (breaker.py) has a probe on offer for all others at any time.
+5. An endpoint that is closed to one owner only (breaker.py) has a probe on offer for all others at any time.
    Quarantined owners, retries and searches do not get it.
-7. Where there is a health page, it is asked before a probe is offered.
-8. Searches for bad inputs, and batches of quarantined owners, have slots that no other batch needs, and a share of the
-   time of the rest (slot_share.py). A search that has earned it gets a slot before it is offered to batching.
-9. While a batch that failed at an endpoint is tried at another one, its slot is not offered if some other endpoint is
+6. While a batch that failed at an endpoint is tried at another one, its slot is not offered if some other endpoint is
    known to be well. Else an endpoint that fails at once would be free first each time, and draw every batch.
-10. An endpoint that fails is in doubt until it has answered a few calls: it is not known to be well meanwhile.
+7. An endpoint that fails is in doubt until it has answered a few calls: it is not known to be well meanwhile.
 """
 
-import asyncio
-import random
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from math import inf
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
-from carpool.core.clock import Clock, monotonic
+from carpool.core.defaults import half
 from carpool.core.request import Request
 from carpool.upstream.breaker import Breaker
 from carpool.upstream.endpoint import Endpoint
-from carpool.upstream.first_contact import Trouble, call_answered
+from carpool.upstream.first_contact import Trouble
 from carpool.upstream.limits import BatchLimit
 from carpool.upstream.load import LoadLimit
-from carpool.upstream.slot_share import SlotShare
 
 # An endpoint that answered well within this is known to be well.
 WELL_S = 10.0
-# Rule 10: a failure adds one to the doubt, up to a limit, and an answer leaves a part of it.
+# Rule 7: a failure adds one to the doubt, up to a limit, and an answer leaves a part of it.
 DOUBT_MAX, DOUBT_LEFT, IN_DOUBT_FROM = 2.0, 0.75, 0.5
 # Lanes of which an endpoint's last answer is remembered.
 WELL_LANES_MAX = 256
-# Rule 4: while no endpoint is known to work, the calls must still go somewhere.
+# Rule 3: while no endpoint is known to work, the calls must still go somewhere.
 EJECT_SHARE_MAX = 0.5
-# Rule 8: share of the slots' time that searches and batches of quarantined owners may have while others wait. A client
-# with bad inputs must not cost the others more.
-BISECT_SLOT_SHARE = 0.2
-# The event loop's timers have millisecond steps.
-TIMER_S_MIN = 0.001
 # How well an endpoint fits a wish: it failed before, it did not, or it did not and is known to be well.
 FIT_FAILED, FIT_OTHER, FIT_WELL = 0, 1, 2
 # Weight of the newest measurement in an endpoint's utilisation.
@@ -73,6 +60,7 @@ class EndpointState:
         "failed_probes",
         "helped",
         "in_flight",
+        "is_asked",
         "is_leaving",
         "limit",
         "load",
@@ -106,7 +94,7 @@ class EndpointState:
         self.failed = 0
         # How its calls failed while none was answered well; None before the first failure, and after a good answer.
         self.trouble: Trouble | None = None
-        # Rules 9 and 10: batches that failed here and are tried elsewhere now; and how much the endpoint is in doubt.
+        # Rules 6 and 7: batches that failed here and are tried elsewhere now; and how much the endpoint is in doubt.
         self.helped = 0
         self.doubt = 0.0
         # Kept by the watch over its health: when it last answered a probe, and how many probes failed since.
@@ -114,6 +102,8 @@ class EndpointState:
         self.failed_probes = 0
         # Busy share of its slots, lately.
         self.utilization = 0.0
+        # Its health page is being asked.
+        self.is_asked = False
         # It was removed: it gets no call any more, and goes when it has none.
         self.is_leaving = False
         # Slot-seconds spent busy until `_counted_until`; and until `_measured`, when utilisation was last worked out.
@@ -157,51 +147,19 @@ class EndpointPreference(NamedTuple):
 AskHealth = Callable[[EndpointState, Callable[[bool], None]], None]
 
 
-class Searches(Protocol):
-    """What a pool asks the searches for bad inputs (isolation.py)."""
-
-    def step_before_others(self, member: EndpointState) -> Callable[[], None] | None:
-        """What starts a step of a search in a slot of this endpoint, if one goes before all batches."""
-        ...
-
-    def quarantined_may_go(self) -> bool:
-        """Whether a batch of quarantined owners may take a slot."""
-        ...
-
-    def quarantined_is_due(self) -> bool:
-        """Whether quarantined owners have waited so long that a batch of them goes before others."""
-        ...
-
-
-class NoSearches:
-    """For a pool without searches."""
-
-    def step_before_others(self, member: EndpointState) -> Callable[[], None] | None:
-        """There is none."""
-        return None
-
-    def quarantined_may_go(self) -> bool:
-        """Always, as for any owner."""
-        return True
-
-    def quarantined_is_due(self) -> bool:
-        """Never: they wait their turn, as any owner does."""
-        return False
-
-
 class Pool:
     """Slots of several endpoints; the one that has been free longest goes first."""
 
     def __init__(
         self,
         endpoints: Sequence[Endpoint],
-        clock: Clock = monotonic,
+        clock: Callable[[], float],
         *,
         eject_share_max: float = EJECT_SHARE_MAX,
         make_breaker: Callable[[], Breaker] = Breaker,
         make_load: Callable[[int], LoadLimit] = LoadLimit,
-        random_share: Callable[[], float] = random.random,
-        # Rule 7; None where there is no such page.
+        random_share: Callable[[], float] = half,
+        # Rule 2; None where there is no such page.
         ask_health: AskHealth | None = None,
     ) -> None:
         self._clock = clock
@@ -216,14 +174,12 @@ class Pool:
             for member in self.members:
                 if turn < member.limit:
                     self._offer(member)
-        self._retries: deque[tuple[EndpointPreference, asyncio.Future[EndpointState]]] = deque()
         # Endpoints that have answered well, the latest last: a look for one that is well need not go through them all.
         self._answered: dict[EndpointState, None] = {}
         # What `total` says; None when it is to be counted again.
         self._slots_in_use: int | None = None
         # Called when a slot becomes free.
         self._notifies: list[Callable[[], None]] = []
-        self._probe_timers: dict[EndpointState, asyncio.TimerHandle] = {}
         # Endpoints that were removed with calls under way, and what to do when those have ended.
         self._leaving: dict[EndpointState, Callable[[], None]] = {}
         # Slot-seconds of endpoints that are no longer here.
@@ -247,16 +203,9 @@ class Pool:
         # True while a limit of some endpoint is known; see `batch_max`.
         self.has_batch_limits = False
         self._ask_health = ask_health
-        # Rule 8: the account, and the searches that may take a slot before batches do.
-        self.isolation = SlotShare(BISECT_SLOT_SHARE)
-        self._searches: Searches = NoSearches()
 
     def __repr__(self) -> str:
-        return f"<Pool slots={self.total()} free={self.free()} retries={len(self._retries)} down={self.is_down}>"
-
-    def attach(self, searches: Searches) -> None:
-        """Ask these searches from now on. They are made after the pool, in which they look for slots."""
-        self._searches = searches
+        return f"<Pool slots={self.total()} free={self.free()} down={self.is_down}>"
 
     @property
     def endpoints(self) -> list[Endpoint]:
@@ -274,19 +223,9 @@ class Pool:
         return len(self._free)
 
     def free_for_quarantined(self) -> int:
-        """Slots that could take a batch of quarantined owners now."""
-        if not self._free or not self._searches.quarantined_may_go():
-            return 0
-        shut = (member for member in self.members if member.breaker.state != "closed")
+        """Slots among them that are not kept for other owners (rule 5)."""
+        shut = (member for member in self.members if member.breaker.state != "closed") if self.is_any_out else ()
         return len(self._free) - sum(member.offered for member in shut if self._is_for_others(member))
-
-    def is_quarantined_due(self) -> bool:
-        """Whether quarantined owners have waited so long that a batch of them goes before others."""
-        return self._searches.quarantined_is_due()
-
-    def isolation_allows(self) -> bool:
-        """Whether a search, or a batch of quarantined owners, may take a slot that others want."""
-        return self.isolation.allows(self._clock(), self.total())
 
     def busy(self) -> int:
         """Calls under way."""
@@ -331,6 +270,26 @@ class Pool:
         self._start(member)
         return member
 
+    @property
+    def is_any_out(self) -> bool:
+        """Whether a breaker is not closed: `look` has something to do."""
+        return self._closed < len(self.members)
+
+    def look(self) -> None:
+        """Offer the probes that are due (rule 2)."""
+        for member in self.members if self.is_any_out else ():
+            if member.breaker.state == "closed" or member.is_asked:
+                continue
+            if member.offered:
+                self.notify()  # what was for others may be for all by now
+            elif not self._may_probe(member.breaker) or (member.in_flight and not member.breaker.allows_others()):
+                continue
+            elif self._ask_health is None:
+                self._offer_probe(member)
+            else:
+                member.is_asked = True
+                self._ask_health(member, partial(self._health_told, member))
+
     def notify(self) -> None:
         """Tell the batching loops that there may be a slot for them."""
         for notify in self._notifies:
@@ -348,10 +307,6 @@ class Pool:
     def has_free(self, wish: EndpointPreference) -> bool:
         """Whether `take_at_once` would find a slot."""
         return self._find_free(wish) is not None
-
-    def fits(self, member: EndpointState, wish: EndpointPreference) -> bool:
-        """Whether none of the endpoints in use fits better."""
-        return self._fit(member, wish) >= self._best_fit(wish)
 
     def batch_max(self, wanted: int) -> int:
         """How many of `wanted` inputs any endpoint in use takes in a call."""
@@ -381,12 +336,10 @@ class Pool:
             self._gone(member)
         if member.breaker.state == "closed":
             self._offer_what_may_be(member)
-        else:
-            # A little later: what this call showed must not be taken for the result of the next probe.
-            self._wait_for_probe(member)
+        # Else `look` offers a probe, a little later: what this call showed must not be taken for its result.
 
     def is_helped(self, member: EndpointState) -> None:
-        """A batch that failed there is tried again: rule 9, until `help_ended`. To be called before `give_back`."""
+        """A batch that failed there is tried again: rule 6, until `help_ended`. To be called before `give_back`."""
         member.helped += 1
 
     def help_ended(self, member: EndpointState) -> None:
@@ -400,8 +353,7 @@ class Pool:
         member.succeeded += 1
         self.proven_at = min(self.proven_at, self._clock())
         self.works_since = min(self.works_since, began)
-        if member.trouble is not None:
-            call_answered(member)
+        member.trouble = None
         member.well_at = self._clock()
         number = hash(lane)  # a lane's key may have kilobytes, and each endpoint has its own list
         if number not in member.well_lanes and len(member.well_lanes) >= WELL_LANES_MAX:
@@ -419,7 +371,6 @@ class Pool:
         if was_open:
             self._slots_in_use = None
         if was_open and not member.is_leaving:
-            self._cancel_probe(member)
             self._offer_what_may_be(member)
             self._notice_if_down()
 
@@ -448,24 +399,23 @@ class Pool:
         self._failed(member, member.breaker.record_recovery(self._clock(), self._random_share(), may_open=may_open))
 
     def doubt(self, member: EndpointState) -> float:
-        """A batch failed there, for whatever reason: rule 10. Returns the doubt that there was before."""
+        """A batch failed there, for whatever reason: rule 7. Returns the doubt that there was before."""
         before, member.doubt = member.doubt, min(member.doubt + 1.0, DOUBT_MAX)
         return before
 
     def _failed(self, member: EndpointState, is_opened: bool) -> None:
         if is_opened:
-            self._withhold(member)
+            self._withdraw(member)
         self._slots_in_use = None
         if all(other.breaker.state != "closed" or other.breaker.is_failing for other in self.members):
-            for other in self.members:  # rule 4: none of them answers
+            for other in self.members:  # rule 3: none of them answers
                 if other.breaker.state == "closed":
                     other.breaker.open(self._clock(), self._random_share())
-                    self._withhold(other)
-        for other in self.members:  # rule 9 may not hold any more
+                    self._withdraw(other)
+        for other in self.members:  # rule 6 may not hold any more
             if other.helped and other.breaker.state == "closed":
                 self._offer_what_may_be(other)
         self._notice_if_down()
-        self._serve_retries()
 
     def says_nothing(self, member: EndpointState) -> None:
         """A call ended in a way that tells nothing of the endpoint: it was cancelled, for example."""
@@ -488,7 +438,7 @@ class Pool:
         return self._clock() - member.well_at <= WELL_S and member.doubt < IN_DOUBT_FROM
 
     def is_in_doubt(self) -> bool:
-        """Whether every endpoint is closed to calls, or in doubt (rule 10)."""
+        """Whether every endpoint is closed to calls, or in doubt (rule 7)."""
         return all(member.breaker.state != "closed" or member.doubt >= IN_DOUBT_FROM for member in self.members)
 
     def has_well(self, member: EndpointState) -> bool:
@@ -511,29 +461,6 @@ class Pool:
     def has_others(self, *members: EndpointState | None) -> bool:
         """Whether another endpoint than these is in use."""
         return any(other.breaker.state == "closed" and other not in members for other in self.members)
-
-    async def take_for_retry(
-        self, failed: Iterable[EndpointState], timeout_s: float, *, known_well: bool = False
-    ) -> EndpointState | None:
-        """A slot of the endpoint that fits best (see `EndpointPreference`); None if none frees in time."""
-        wish = EndpointPreference(frozenset(failed), known_well)
-        free = self.take_at_once(wish)
-        if free is not None:
-            return free
-        future: asyncio.Future[EndpointState] = asyncio.get_running_loop().create_future()
-        self._retries.append((wish, future))
-        try:
-            await asyncio.wait([future], timeout=timeout_s)
-        except asyncio.CancelledError:
-            if future.done():
-                self.give_back(future.result())
-                self.says_nothing(future.result())
-            raise
-        finally:
-            if not future.done():
-                future.cancel()
-                self._retries = deque(entry for entry in self._retries if entry[1] is not future)
-        return None if future.cancelled() else future.result()
 
     def set_limit(self, member: EndpointState, limit: int) -> None:
         """Let the endpoint have at most so many calls at once, from 1 to its slots."""
@@ -562,14 +489,8 @@ class Pool:
         member.is_leaving = True
         self._leaving[member] = when_gone
         self._notice_if_down()
-        self._serve_retries()
         if not member.in_flight:
             self._gone(member)
-
-    def close(self) -> None:
-        """Stop waiting for probes."""
-        for timer in self._probe_timers.values():
-            timer.cancel()
 
     def _start(self, member: EndpointState) -> None:
         member.busy_seconds(self._clock())
@@ -590,7 +511,7 @@ class Pool:
         member.offered += 1
 
     def _offer_what_may_be(self, member: EndpointState) -> None:
-        """Offer the slots of the endpoint that no call has and nothing withholds: to retries first."""
+        """Offer the slots of the endpoint that no call has and nothing withholds."""
         if member.is_leaving:
             return
         breaker = member.breaker
@@ -603,8 +524,6 @@ class Pool:
         else:
             most = int(breaker.allows(self._clock()))
         while member.offered + member.in_flight < most:
-            if self._hand_to_retry(member) or self._hand_to_search(member):
-                continue
             self._offer(member)
             if breaker.state != "closed":
                 self._notice_if_down()
@@ -620,22 +539,6 @@ class Pool:
                 return member
         return None
 
-    def _serve_retries(self) -> None:
-        """An endpoint went out: retries that waited for it may now have a slot of the endpoint that failed them."""
-        unmet: set[EndpointPreference] = set()
-        for entry in list(self._retries):
-            wish, future = entry
-            if not self._free:
-                return
-            if future.done() or wish in unmet:
-                continue
-            member = self.take_at_once(wish)
-            if member is None:
-                unmet.add(wish)
-            else:
-                self._retries.remove(entry)
-                future.set_result(member)
-
     def _notice_if_down(self) -> None:
         self.is_shut_to_some = any(member.breaker.is_closed_to_one for member in self.members)
         before, self._closed = self._closed, sum(member.breaker.state == "closed" for member in self.members)
@@ -650,51 +553,13 @@ class Pool:
         return breaker.allows(self._clock()) or breaker.allows_others()
 
     def _is_for_others(self, member: EndpointState) -> bool:
-        """Rule 6: whether the slot that the endpoint offers is for all owners but one."""
+        """Rule 5: whether the slot that the endpoint offers is for all owners but one."""
         breaker = member.breaker
         return breaker.state != "closed" and not breaker.allows(self._clock())
 
-    def _hand_to_retry(self, member: EndpointState) -> bool:
-        for index, (wish, future) in enumerate(self._retries):
-            if not future.done() and self.fits(member, wish) and not self._is_for_others(member):
-                del self._retries[index]
-                self._start(member)
-                future.set_result(member)
-                return True
-        return False
-
-    def _hand_to_search(self, member: EndpointState) -> bool:
-        start = self._searches.step_before_others(member) if member.breaker.state == "closed" else None
-        if start is None:
-            return False
-        self._start(member)
-        start()
-        return True
-
-    def _withhold(self, member: EndpointState) -> None:
-        """The breaker opened: offer nothing of it until a probe is due."""
-        self._withdraw(member)
-        self._wait_for_probe(member)
-
-    def _wait_for_probe(self, member: EndpointState) -> None:
-        self._cancel_probe(member)
-        if not member.is_leaving:
-            is_for_others = member.breaker.allows_others() and not member.offered and member.in_flight < member.limit
-            delay_s = 0.0 if is_for_others else max(0.0, member.breaker.probe_at() - self._clock())
-            loop = asyncio.get_running_loop()
-            self._probe_timers[member] = loop.call_later(delay_s + TIMER_S_MIN, self._probe_is_due, member)
-
-    def _probe_is_due(self, member: EndpointState) -> None:
-        breaker = member.breaker
-        if breaker.state == "open" and not self._may_probe(breaker):
-            self._wait_for_probe(member)  # the event loop's clock ran ahead
-        elif breaker.state == "open" and not member.offered and self._ask_health is not None:
-            self._ask_health(member, partial(self._health_told, member))
-        else:
-            self._offer_probe(member)
-
     def _health_told(self, member: EndpointState, is_well: bool) -> None:
-        """Rule 7: its health page was asked, before a client's input is risked."""
+        """Rule 2: its health page was asked, before a client's input is risked."""
+        member.is_asked = False
         breaker = member.breaker
         if breaker.state != "open" or member.in_flight or member not in self.members:
             return  # things have changed meanwhile
@@ -705,28 +570,15 @@ class Pool:
         if breaker.allows(self._clock()):
             breaker.open(self._clock(), self._random_share())
         self._notice_if_down()
-        self._wait_for_probe(member)
 
     def _offer_probe(self, member: EndpointState) -> None:
-        was_offered = member.offered
         self._offer_what_may_be(member)
         self._notice_if_down()
-        if self._is_for_others(member):
-            self._wait_for_probe(member)  # when its pause is over, it is for all
-        elif was_offered:  # for others; now it is for all
-            self._serve_retries()
-            self.notify()
 
     def _withdraw(self, member: EndpointState) -> None:
         if member.offered:
             self._free = deque(other for other in self._free if other is not member)
             member.offered = 0
-        self._cancel_probe(member)
-
-    def _cancel_probe(self, member: EndpointState) -> None:
-        timer = self._probe_timers.pop(member, None)
-        if timer is not None:
-            timer.cancel()
 
     def _may_eject(self, member: EndpointState) -> bool:
         open_now = sum(other.breaker.state != "closed" for other in self.members)
