@@ -86,6 +86,13 @@ SERVICE_WEIGHT = 0.1
 # Rule 13: share of the slots' time that searches and batches of quarantined owners may have while others wait. A client
 # with bad inputs must not cost the others more.
 BISECT_SLOT_SHARE = 0.2
+# Rule 13: a step goes before other requests while fewer of these will wait when the next slot is free than so many
+# batches plus WORTH times its members; and the most batches that are expected to come together until then.
+OTHERS_BATCHES, MISSED_MAX = 1.45, 3.0
+# The weight of a member of a search, where a request that waits in a lane has 1.
+WORTH = 0.5
+# However many wait, a slot is due after so long: to a search of half a batch or more, and to a smaller one.
+STARVED_S, STARVED_SMALL_S = 1.5, 3.0
 # Quarantined owners go while fewer wait than this share of a batch; or when they have waited so long.
 OTHERS_SHARE_QUARANTINED = 0.1
 STARVED_QUARANTINED_S = 1.0
@@ -310,7 +317,7 @@ class Search:
 
     __slots__ = (
         "answered_by", "asked", "batch", "bisection", "counted", "failure", "is_unproven", "known", "last",
-        "parts_answered", "refused_alone_by", "refused_by", "started", "under_way", "wholes_refused",
+        "parts_answered", "refused_alone_by", "refused_by", "started", "under_way", "waiting_since", "wholes_refused",
     )  # fmt: skip
 
     def __init__(self, batch: list[Request], bisection: Bisection, failure: Failure | None, now: float) -> None:
@@ -336,6 +343,8 @@ class Search:
         # Whether it was refused before an endpoint worked, and no part of it since.
         self.is_unproven = False
         self.under_way = 0
+        # Since when it waits for a slot.
+        self.waiting_since = now
 
     def waiting(self) -> list[Request]:
         """Members of whom nothing is known, and who are in no call now."""
@@ -418,6 +427,8 @@ class Scheduler:
         self._retries: list[Job] = []
         self._searches: dict[Search, None] = {}
         self._serial = 0
+        # When the calls under way began, the oldest first.
+        self._began: dict[Job, float] = {}
         # Slots that stay taken after their call (rule 6), and until when.
         self._held: list[tuple[float, EndpointState]] = []
         self._now = -inf
@@ -513,6 +524,8 @@ class Scheduler:
     def decide(self, event: Event, now: float) -> list[Action]:
         """What follows from an event. All of it must be done before the next event."""
         self._now, self._actions, self._decided = now, [], set()
+        if isinstance(event, Answered | Failed | Broke | Left):
+            self._began.pop(event.call.job, None)
         if isinstance(event, Answered):
             self._actions.append(Deliver(event.call.members, event.outputs))
             self._answered(event.call)
@@ -582,6 +595,7 @@ class Scheduler:
         latest = max(request.deadline for request in members)
         over_at = latest if latest - now <= self.timeout_s else inf
         call = Call(job, members, member, job.attempt, min(self.timeout_s, latest - now), now, over_at)
+        self._began[job] = now
         self._actions.append(Send(call))
 
     def _answered(self, call: Call) -> None:
@@ -890,7 +904,8 @@ class Scheduler:
                 if search.batch[0].is_quarantined:
                     goes = has_share and self._quarantined_go_before()
                 else:
-                    goes = has_share or is_turn or (takes_turns and not is_alive)
+                    goes = (has_share or is_turn) and self._goes_before(search)
+                    goes = goes or (takes_turns and not is_alive)
                 if not goes:
                     continue
             # While nothing is answered, the oldest is brought to its end: that tells of the endpoints.
@@ -901,6 +916,30 @@ class Scheduler:
             if self.pool.has_free(wish):  # where no free slot fits the wish of one search, one may fit another's
                 best = (unresolved, search, wish)
         return best[1:] if best else None
+
+    def _goes_before(self, search: Search) -> bool:
+        """Whether a step of this search is worth more than the batch that loses a slot by it.
+
+        Simulated at 78 % load (four slots of 200 ms, one bad input in 1,000 and in 2,000): it resolves as many as a
+        search that always goes first, and nine out of ten other requests are not delayed. With the share alone, 1.8 %
+        of the innocents are not resolved in time, and p90 is twice as long (`tests/chaos/test_isolation.py`).
+        """
+        unresolved, max_batch = search.bisection.unresolved, self._max_batch
+        batches = OTHERS_BATCHES - self._batches_missed()
+        if self._others_worth() < batches * max_batch + unresolved * WORTH:
+            return True
+        waited_s = self._now - search.waiting_since
+        return waited_s > (STARVED_S if 2 * unresolved >= max_batch else STARVED_SMALL_S)
+
+    def _batches_missed(self) -> float:
+        """How many batches of others come together until the next slot is free: 1 where slots become free evenly.
+
+        They do not once calls have begun close together: then they end close together, and no slot frees in between.
+        """
+        if self.pool.free() > 1:
+            return 0.0
+        next_end_s = max(0.0, next(iter(self._began.values()), self._now) + self.service_s - self._now)
+        return min(MISSED_MAX, next_end_s * self.pool.total() / max(self.service_s, 1e-6))
 
     def _wish(self, search: Search, group: Slice) -> EndpointPreference:
         """Rather not an endpoint that refused; and for a few members, whom it may decide on, one known to be well."""
@@ -1010,6 +1049,7 @@ class Scheduler:
 
     def _step_over(self, search: Search, job: Job, result: EndpointState | Failure) -> None:
         search.under_way -= 1
+        search.waiting_since = self._now
         if search not in self._searches:
             return
         group, members = job.group, job.members
