@@ -21,13 +21,15 @@ from typing import Any
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 import grpc
 
-from carpool.core.protobuf import as_message, field, fields
+from carpool.core.messages import message_class
+from carpool.core.protobuf import field
 from measuring import CARPOOL, ROOT, beside_kept, console, cpu_seconds, free_port, process, show, verdict
 
 SIMULATED = "sim:?latency_ms=50&slots=8"
 ECHO, PREDICT, STREAM = "/bench.Echo/Call", "/carpool.v1.Inference/Predict", "/carpool.v1.Inference/PredictStream"
 TEXT = b'"' + b"x" * 2046 + b'"'
 REQUEST = field(3, TEXT)
+PredictStreamResponse = message_class("carpool.v1.PredictStreamResponse")
 IN_FLIGHT, STREAMED, ASKED_AT_ONCE = 512, 2048, 64
 
 
@@ -111,8 +113,8 @@ async def load_stream(channel: Any, path: str, until: float) -> int:
     answers = owed = 0
     in_flight = STREAMED
     while in_flight:
-        for _, answer in fields(await call.read()):
-            assert TEXT in bytes(as_message(answer))
+        for answer in PredictStreamResponse.FromString(await call.read()).responses:
+            assert TEXT in answer.response.output
             answers, owed, in_flight = answers + 1, owed + 1, in_flight - 1
         if owed >= ASKED_AT_ONCE and time.monotonic() < until:
             await call.write(some(owed))

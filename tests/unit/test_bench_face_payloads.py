@@ -6,13 +6,14 @@ import msgspec
 import pytest
 
 from carpool.core.errors import CarpoolError, all_errors
-from carpool.core.protobuf import double_field, field, number_field
-from carpool.face.grpc.messages import read_predict, status_message
+from carpool.core.protobuf import field, varint
+from carpool.face.grpc.messages import status_message
 from carpool.tools.bench.faces import PAYLOADS, EmbeddingsPayload, Face, PredictPayload, TensorPayload
 from carpool.tools.bench.grpc_calls import read_refusal
 from carpool.tools.bench.payload import NOT_TOLD
 from carpool.tools.bench.run import BadOption, BenchOptions, resolve
 from carpool.upstream.simulated import read_call, vectors_json
+from support.grpc_client import message
 
 NUMBER, OTHER = b"0000002a", b"0000002b"
 
@@ -75,14 +76,15 @@ def test_tensors() -> None:
 def test_messages_of_grpc() -> None:
     payload: PredictPayload = make("grpc", model="m", key="cp_key")
     assert payload.metadata == (("authorization", "Bearer cp_key"),) and make("grpc").metadata == ()
-    call = read_predict(payload.request(NUMBER))
-    assert call.model == "m" and call.json is not None and len(call.json) == 100
-    told = field(4, double_field(1, 1.5) + number_field(3, 7))
-    right = field(1, b"r") + field(2, call.json[::-1]) + told
+    call = message("PredictRequest").FromString(payload.request(NUMBER))
+    output = call.input_json[::-1].encode()
+    assert call.model_id == "m" and len(output) == 100
+    answer = message("PredictResponse")
+    right = answer(request_id="r", output=output, metadata={"queue_ms": 1.5, "batch_size": 7}).SerializeToString()
     assert payload.verify(right, 0, NUMBER) == (1.5, 7)
-    assert payload.verify(field(2, call.json[::-1]), 0, NUMBER) == NOT_TOLD
+    assert payload.verify(field(2, output), 0, NUMBER) == NOT_TOLD
     assert payload.verify(right, 0, OTHER) is None
-    for wrong in (field(2, call.json), field(2, b"null"), b"", right[:-1], number_field(2, 1)):
+    for wrong in (field(2, output[::-1]), field(2, b"null"), b"", right[:-1], varint(2 << 3) + varint(1)):
         assert payload.verify(wrong, 0, NUMBER) is None
 
 
@@ -92,7 +94,7 @@ def test_refusals_of_grpc_have_the_status_of_http(error: type[CarpoolError]) -> 
     assert read_refusal(status_message(error("why"), "r")) == (error, 1.0)
 
 
-@pytest.mark.parametrize("status", [b"", b"\xff", field(3, b"\xff"), number_field(3, 1), field(3, number_field(1, 2))])
+@pytest.mark.parametrize("status", [b"", b"\xff", field(3, b"\xff"), b"\x18\x01", field(3, b"\x08\x02")])
 def test_refusals_of_others_have_none(status: bytes) -> None:
     assert read_refusal(status) == (None, 1.0)
 

@@ -233,6 +233,8 @@ def _check_gateway(gateway: GatewaySettings, where: Where) -> None:
 
 def _check_grpc(gateway: GatewaySettings, where: Where) -> None:
     port = grpc_port(gateway)
+    if port is not None:
+        _check_extra(where("gateway.grpc" if gateway.grpc_port is None else "gateway.grpc_port"))
     if not port:
         return
     if gateway.grpc_port is None and gateway.processes > 1:
@@ -244,6 +246,11 @@ def _check_grpc(gateway: GatewaySettings, where: Where) -> None:
     admin = admin_port(gateway)
     if port == gateway.port or (admin and admin <= port < admin + gateway.processes):
         raise ConfigError(f"{place} makes the gRPC port {port}, which is that of another face: give another one")
+
+
+def _check_extra(place: str) -> None:
+    if any(find_spec(name) is None for name in ("grpc", "grpc_reflection")):
+        raise ConfigError(f"{place} needs grpcio: pip install 'carpool[grpc]'")
 
 
 def _check_proxies(proxies: list[str], where: str) -> None:
@@ -381,6 +388,8 @@ def _check_probe_input(text: str, at: Where) -> None:
 
 def _check_schemes(upstream: UpstreamSettings, at: Where) -> None:
     """A `grpc://` endpoint is for the protocol that speaks it, and the other way round."""
+    if upstream.protocol == "kserve_v2_grpc":
+        _check_extra(at("protocol"))
     for url in upstream.endpoints:
         if url.startswith(("http://", "https://")) and upstream.protocol == "kserve_v2_grpc":
             scheme = "grpcs" if url.startswith("https") else "grpc"

@@ -168,7 +168,7 @@ class KServeV2Routes:
             values=call.rows,
             request_id=given_id(headers) or acceptable_id(call.id) or new_request_id(),
             answer=reply.answer,
-            came=reply.came,
+            came=reply.rows.came,
             options=options,
             begin_trace=begin,
             route=INFER,
@@ -179,36 +179,47 @@ class KServeV2Routes:
                 exchange.headers = headers_for_answer(headers)
 
 
-class HttpReply(ExchangeWorker):
-    """Answers a call when its rows have their outcomes. An answer that is long is written over several turns.
+class HeldRows:
+    """The outputs of a call's rows. What all calls hold of outputs is bounded (lists.py)."""
 
-    What all calls hold of outputs is bounded (lists.py).
-    """
-
-    def __init__(
-        self, answers: Answers, exchange: Exchange, model: ServedModel, call: V2Call, is_several: bool
-    ) -> None:
+    def __init__(self, answers: Answers, model: ServedModel) -> None:
         self._answers = answers
-        self._exchange = exchange
-        self._model = model
-        self._call = call
-        self._is_several = is_several
-        self._version = model.tensors.version if model.tensors else ""
         self._held = 0
-        self._is_over = False
-        self.group: RequestGroup | None = None
-        exchange.worker = self
+        # Of the model, as the upstream tells it, or as it is configured.
+        self.version = model.tensors.version if model.tensors else ""
 
     def came(self, number: int, output: Output) -> Row:
         """The output of one row."""
         if number == 0:
-            self._version = output.call.model_version or self._version
+            self.version = output.call.model_version or self.version
         size = len(output.value)
         self._held += size
         self._answers.held += size
         if self._answers.held > self._answers.bytes_max:
             raise QueueFull("too many large answers are on their way; ask for fewer rows at a time", retry_after_s=1)
         return read_row(output.value)
+
+    def let_go(self) -> None:
+        """Nothing is held any more."""
+        self._answers.held -= self._held
+        self._held = 0
+
+
+class HttpReply(ExchangeWorker):
+    """Answers a call when its rows have their outcomes. An answer that is long is written over several turns."""
+
+    def __init__(
+        self, answers: Answers, exchange: Exchange, model: ServedModel, call: V2Call, is_several: bool
+    ) -> None:
+        self._answers = answers
+        self.rows = HeldRows(answers, model)
+        self._exchange = exchange
+        self._model = model
+        self._call = call
+        self._is_several = is_several
+        self._is_over = False
+        self.group: RequestGroup | None = None
+        exchange.worker = self
 
     def answer(self, outcomes: Sequence[Any], number: int | None) -> None:
         """Take the outputs of all rows, or the error of one, or of all."""
@@ -219,7 +230,9 @@ class HttpReply(ExchangeWorker):
             self._fail(first, f"row {number}: " if number is not None and self._is_several else "")
             return
         try:
-            steps = write_answer(self._model.name, self._version, self._call.id, join_rows(outcomes), self._call.wanted)
+            steps = write_answer(
+                self._model.name, self.rows.version, self._call.id, join_rows(outcomes), self._call.wanted
+            )
         except Exception as failure:
             self._fail(as_error(failure))
         else:
@@ -237,8 +250,7 @@ class HttpReply(ExchangeWorker):
 
     def _end(self) -> None:
         self._is_over = True
-        self._answers.held -= self._held
-        self._held = 0
+        self.rows.let_go()
 
     def _go_on(self, steps: Generator[None, None, V2Answer]) -> None:
         if self._is_over:

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 from carpool.core.clock import monotonic
 from carpool.core.errors import CarpoolError, all_errors
-from carpool.core.protobuf import BadMessageError, as_bytes, as_message, as_number, as_text, fields
+from carpool.core.messages import DecodeError, message_class
 from carpool.tools.bench.connection import Connection, Due, Held
 from carpool.tools.bench.faces import PredictPayload
 from carpool.tools.bench.generator import LoadGenerator
@@ -25,6 +25,10 @@ CHANNEL_OPTIONS = [
     ("grpc.max_receive_message_length", -1),
 ]
 DETAILS = "grpc-status-details-bin"
+PredictResponse = message_class("carpool.v1.PredictResponse")
+Status = message_class("google.rpc.Status")
+ErrorInfo = message_class("google.rpc.ErrorInfo")
+RetryInfo = message_class("google.rpc.RetryInfo")
 _BY_REASON = {error.code.replace("-", "_").upper(): error for error in all_errors()}
 
 
@@ -90,18 +94,23 @@ def read_refusal(status: bytes) -> tuple[type[CarpoolError] | None, float]:
     """Which error a google.rpc.Status tells of, if it is one of Carpool's, and after how long to come again."""
     kind, after_s = None, RETRY_AFTER_S
     try:
-        for number, value in fields(status):
-            if number != 3:
-                continue
-            detail = dict(fields(as_message(value)))
-            name, content = as_text(detail.get(1, b"")).rpartition(".")[2], dict(fields(as_bytes(detail.get(2, b""))))
+        for detail in Status.FromString(status).details:
+            name = detail.type_url.rpartition(".")[2]
             if name == "ErrorInfo":
-                kind = _BY_REASON.get(as_text(content.get(1, b"")))
+                kind = _BY_REASON.get(ErrorInfo.FromString(detail.value).reason)
             elif name == "RetryInfo":
-                after_s = float(as_number(dict(fields(as_message(content.get(1, b"")))).get(1, 0)))
-    except BadMessageError:
+                after_s = float(RetryInfo.FromString(detail.value).retry_delay.seconds)
+    except DecodeError:
         return None, after_s
     return kind, after_s
+
+
+def read_response(data: bytes) -> Any:
+    """A PredictResponse; raises ValueError."""
+    try:
+        return PredictResponse.FromString(data)
+    except DecodeError:
+        raise ValueError("no such message") from None
 
 
 class GrpcGenerator(LoadGenerator):

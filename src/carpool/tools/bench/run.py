@@ -9,6 +9,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from random import Random
 from typing import Literal
@@ -87,6 +88,8 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
             raise BadOption(f"--payload-bytes must be at least {PAYLOAD_BYTES_MIN}")
         if self.mode == "task" and self.face != "http":
             raise BadOption(f"--mode task goes with --face http only, not with {self.face}")
+        if self.face == "grpc" and find_spec("grpc") is None:
+            raise BadOption("--face grpc needs grpcio: pip install 'carpool[grpc]'")
 
 
 def segments_from(rate: float, duration: str, schedule: str | None) -> list[Segment]:
