@@ -1,6 +1,8 @@
 """The messages of the gRPC face and of upstreams, read and written as any client and server does."""
 
 import struct
+import subprocess
+import sys
 from collections.abc import Generator
 from typing import Any, TypeVar
 
@@ -85,6 +87,18 @@ def test_what_is_cut_off_is_no_message(data: bytes) -> None:
 def test_a_number(number: int) -> None:
     written = varint(2 << 3) + varint(number)
     assert message("GetResultRequest").FromString(written).wait_ms == number
+
+
+def test_other_programs_may_have_messages_of_the_same_names() -> None:
+    """tritonclient and KServe put theirs into protobuf's default pool, which has each name once."""
+    code = (
+        "from google.protobuf import descriptor_pb2, descriptor_pool\n"
+        "theirs = descriptor_pb2.FileDescriptorProto(name='grpc_service.proto', package='inference', syntax='proto3')\n"
+        "theirs.message_type.add(name='ModelInferRequest')\n"
+        "descriptor_pool.Default().Add(theirs)\n"
+        "import carpool.face.grpc.v2_messages, carpool.upstream.codecs.kserve_v2_grpc"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 # Limits.

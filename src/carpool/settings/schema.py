@@ -63,7 +63,7 @@ class GatewaySettings(Section, frozen=True):
             "gets 403, so that no web page can reach it through a browser"
         ),
     ] = []
-    grpc: Annotated[bool, doc("serve gRPC too, at `grpc_port`")] = False
+    grpc: Annotated[bool, doc("serve gRPC too, at `grpc_port`; needs `carpool[grpc]`")] = False
     grpc_port: Annotated[
         Port | None,
         doc(
