@@ -21,7 +21,7 @@ from typing import Any
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 import grpc
 
-from carpool.core.messages import message_class
+from carpool.core.messages import carpool_v1
 from carpool.core.protobuf import field
 from measuring import CARPOOL, ROOT, beside_kept, console, cpu_seconds, free_port, process, show, verdict
 
@@ -29,7 +29,6 @@ SIMULATED = "sim:?latency_ms=50&slots=8"
 ECHO, PREDICT, STREAM = "/bench.Echo/Call", "/carpool.v1.Inference/Predict", "/carpool.v1.Inference/PredictStream"
 TEXT = b'"' + b"x" * 2046 + b'"'
 REQUEST = field(3, TEXT)
-PredictStreamResponse = message_class("carpool.v1.PredictStreamResponse")
 IN_FLIGHT, STREAMED, ASKED_AT_ONCE = 512, 2048, 64
 
 
@@ -113,7 +112,7 @@ async def load_stream(channel: Any, path: str, until: float) -> int:
     answers = owed = 0
     in_flight = STREAMED
     while in_flight:
-        for answer in PredictStreamResponse.FromString(await call.read()).responses:
+        for answer in carpool_v1.PredictStreamResponse.FromString(await call.read()).responses:
             assert TEXT in answer.response.output
             answers, owed, in_flight = answers + 1, owed + 1, in_flight - 1
         if owed >= ASKED_AT_ONCE and time.monotonic() < until:

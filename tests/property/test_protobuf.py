@@ -26,7 +26,6 @@ from carpool.core.tensor_messages import (
 from carpool.core.tensors import is_packed, pack
 from carpool.face.grpc.messages import (
     STREAMED_MAX,
-    PredictResponse,
     fill_error,
     fill_response,
     parse_stream,
@@ -175,7 +174,7 @@ def test_an_answer(
 ) -> None:
     request = make_request("req", Witness(), now=1.0)
     request.arrived, request.taken, request.ended = 1.0, 1.25, 1.0 + latency_ms / 1000
-    read = PredictResponse()
+    read = message("PredictResponse")()
     fill_response(read, request, Output(value, CallFacts(size, 0.5, version, cached), tokens), {})
     assert (read.request_id, read.output, read.latency_ms) == ("req", value, latency_ms)
     told = read.metadata

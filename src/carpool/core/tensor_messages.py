@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
-from carpool.core.messages import message_class
+from carpool.core.messages import inference
 from carpool.core.tensors import Data, element_starts, length_of, pack, unpack
 
 Parameter = bool | int | float | str
@@ -23,8 +23,6 @@ CONTENTS = {
 # As objects of Python all elements of a tensor would be much larger.
 ELEMENTS_AT_ONCE = 16384
 _LENGTH_BYTES = len(length_of(b""))
-
-InferParameter = message_class("inference.InferParameter")
 
 
 def raw_of_contents(contents: Any, datatype: str) -> Iterator[bytes]:
@@ -47,12 +45,12 @@ def add_elements(contents: Any, data: Data, datatype: str) -> None:
 def parameter_of(value: Parameter) -> Any:
     """An InferParameter."""
     if isinstance(value, bool):
-        return InferParameter(bool_param=value)
+        return inference.InferParameter(bool_param=value)
     if isinstance(value, int):
-        return InferParameter(int64_param=value)
+        return inference.InferParameter(int64_param=value)
     if isinstance(value, float):
-        return InferParameter(double_param=value)
-    return InferParameter(string_param=value)
+        return inference.InferParameter(double_param=value)
+    return inference.InferParameter(string_param=value)
 
 
 def value_of(parameter: Any) -> Parameter | None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping
 
 from carpool.core.clock import Clock, monotonic
 from carpool.core.errors import NotFound
-from carpool.core.messages import message_class
+from carpool.core.messages import health_v1
 from carpool.face.grpc.call import GrpcCall, GrpcResult, Method
 from carpool.face.grpc.messages import parse
 from carpool.face.http.places import Places
@@ -22,8 +22,6 @@ LOOK_S = 1.0
 
 # Calls the given function with the reason why this process is not ready, or with None.
 CheckReady = Callable[[Callable[[str | None], None]], None]
-HealthCheckRequest = message_class("grpc.health.v1.HealthCheckRequest")
-HealthCheckResponse = message_class("grpc.health.v1.HealthCheckResponse")
 
 
 class Health:
@@ -50,9 +48,9 @@ class Health:
 
     async def check(self, call: GrpcCall) -> GrpcResult:
         """The status now."""
-        if parse(HealthCheckRequest, await call.read()).service not in self._services:
+        if parse(health_v1.HealthCheckRequest, await call.read()).service not in self._services:
             raise NotFound("there is no such service here")
-        return HealthCheckResponse(status=await self._now())
+        return health_v1.HealthCheckResponse(status=await self._now())
 
     async def watch(self, call: GrpcCall) -> None:
         """The status now, and each time that it changes; ends when the server stops listening."""
@@ -60,13 +58,13 @@ class Health:
             await self._watch(call)
 
     async def _watch(self, call: GrpcCall) -> None:
-        is_known = parse(HealthCheckRequest, await call.read()).service in self._services
+        is_known = parse(health_v1.HealthCheckRequest, await call.read()).service in self._services
         last = ""
         while True:
             change = self._change
             status = await self._now() if is_known else "SERVICE_UNKNOWN"
             if status != last:
-                await call.write(HealthCheckResponse(status=status).SerializeToString())
+                await call.write(health_v1.HealthCheckResponse(status=status).SerializeToString())
                 last = status
             if self._is_draining and (last == self._status or not is_known):
                 return

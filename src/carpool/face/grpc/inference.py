@@ -11,23 +11,14 @@ from typing import Any
 import msgspec
 
 from carpool.core.errors import CarpoolError, Malformed
+from carpool.core.messages import carpool_v1
 from carpool.core.outcome import Outcome, Output
 from carpool.core.ports import Caller, RequestOptions
 from carpool.core.request import DONE, Request
 from carpool.core.task import StoredTask
 from carpool.core.webhook import URL_CHARS_MAX
 from carpool.face.grpc.call import GrpcCall, GrpcResult, Method, Problems, enter, in_a_turn, tell
-from carpool.face.grpc.messages import (
-    CancelRequest,
-    GetResultRequest,
-    PredictRequest,
-    PredictResponse,
-    SubmitRequest,
-    SubmitResponse,
-    fill_response,
-    parse,
-    task_message,
-)
+from carpool.face.grpc.messages import fill_response, parse, task_message
 from carpool.face.grpc.stream import GrpcStreams
 from carpool.face.http.gateway import no_callbacks, possible_task_id, too_large_for, with_trace
 from carpool.face.http.places import Places
@@ -100,7 +91,7 @@ class Inference:
         requests: list[Request] = []
 
         def ask() -> None:
-            asked = parse(PredictRequest, message)
+            asked = parse(carpool_v1.PredictRequest, message)
             requests.append(self.ask(caller, call, asked, call.request_id(), self, outcome, call.remaining_s()))
 
         try:
@@ -113,7 +104,7 @@ class Inference:
             raise
         if not isinstance(found, Output):
             return found
-        response = PredictResponse()
+        response = carpool_v1.PredictResponse()
         fill_response(response, requests[0], found, self.output_bytes)
         return response
 
@@ -152,14 +143,17 @@ class Inference:
         return await answer
 
     def _submit(self, caller: Caller, call: GrpcCall, message: bytes, answer: "asyncio.Future[GrpcResult]") -> None:
-        submission = parse(SubmitRequest, message)
+        submission = parse(carpool_v1.SubmitRequest, message)
         asked, callback_url = submission.request, submission.callback_url
         model, parameters, value = self._parts(caller, asked)
         if len(callback_url) > URL_CHARS_MAX:
             raise Malformed(f"`callback_url` may have {URL_CHARS_MAX} characters at most")
 
         def accepted(request: Request, error: CarpoolError | None) -> None:
-            tell(answer, SubmitResponse(task_id=request.id, status="TASK_STATUS_PENDING") if error is None else error)
+            tell(
+                answer,
+                carpool_v1.SubmitResponse(task_id=request.id, status="TASK_STATUS_PENDING") if error is None else error,
+            )
 
         self.intake.submit(
             caller=caller,
@@ -175,7 +169,7 @@ class Inference:
     async def get_result(self, call: GrpcCall) -> GrpcResult:
         """What became of a task, with a long poll if the client asks for one."""
         caller = call.caller(self.intake)
-        asked = parse(GetResultRequest, await call.read())
+        asked = parse(carpool_v1.GetResultRequest, await call.read())
         wait_ms_max = self._settings.wait_ms_max
         if not 0 <= asked.wait_ms <= wait_ms_max:
             raise Malformed(f"`wait_ms` must be a whole number from 0 to {wait_ms_max}")
@@ -204,7 +198,7 @@ class Inference:
     async def cancel(self, call: GrpcCall) -> GrpcResult:
         """Cancel, discard or forget a task."""
         caller = call.caller(self.intake)
-        asked = parse(CancelRequest, await call.read())
+        asked = parse(carpool_v1.CancelRequest, await call.read())
         answer: asyncio.Future[GrpcResult] = asyncio.get_running_loop().create_future()
 
         def done(error: CarpoolError | None) -> None:

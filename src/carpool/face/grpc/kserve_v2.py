@@ -12,7 +12,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from carpool.core.errors import CarpoolError, UnknownModel, without_frames
-from carpool.core.messages import message_class
+from carpool.core.messages import inference
 from carpool.core.ports import Caller
 from carpool.face.grpc.call import GrpcCall, GrpcResult, Method, Problems, enter, in_turns, tell
 from carpool.face.grpc.messages import parse
@@ -26,14 +26,6 @@ from carpool.face.http.v2_wire import V2Call
 from carpool.face.intake import Intake, ServedModel, new_request_id
 from carpool.face.tensor_rows import join_rows
 from carpool.version import __version__
-
-ServerLiveResponse = message_class("inference.ServerLiveResponse")
-ServerReadyResponse = message_class("inference.ServerReadyResponse")
-ModelReadyRequest = message_class("inference.ModelReadyRequest")
-ModelReadyResponse = message_class("inference.ModelReadyResponse")
-ServerMetadataResponse = message_class("inference.ServerMetadataResponse")
-ModelMetadataRequest = message_class("inference.ModelMetadataRequest")
-ModelMetadataResponse = message_class("inference.ModelMetadataResponse")
 
 
 class KServeV2:
@@ -61,31 +53,31 @@ class KServeV2:
 
     async def server_live(self, call: GrpcCall) -> GrpcResult:
         """Always true: a process that answers is alive."""
-        return ServerLiveResponse(live=True)
+        return inference.ServerLiveResponse(live=True)
 
     async def server_ready(self, call: GrpcCall) -> GrpcResult:
         """Ready when a model is."""
-        return ServerReadyResponse(ready=any(self._is_up(model.name) for model in self._intake.models()))
+        return inference.ServerReadyResponse(ready=any(self._is_up(model.name) for model in self._intake.models()))
 
     async def model_ready(self, call: GrpcCall) -> GrpcResult:
         """Whether a model is ready; an unknown model is not, as with Triton."""
         caller = call.caller(self._intake)
-        asked = parse(ModelReadyRequest, await call.read())
+        asked = parse(inference.ModelReadyRequest, await call.read())
         try:
             model = self._model(asked.name, asked.version, caller)
         except UnknownModel:
-            return ModelReadyResponse(ready=False)
-        return ModelReadyResponse(ready=self._is_up(model.name))
+            return inference.ModelReadyResponse(ready=False)
+        return inference.ModelReadyResponse(ready=self._is_up(model.name))
 
     async def server_metadata(self, call: GrpcCall) -> GrpcResult:
         """The name and version of this server."""
-        return ServerMetadataResponse(name="carpool", version=__version__)
+        return inference.ServerMetadataResponse(name="carpool", version=__version__)
 
     async def model_metadata(self, call: GrpcCall) -> GrpcResult:
         """What is known of a model."""
         caller = call.caller(self._intake)
-        asked = parse(ModelMetadataRequest, await call.read())
-        return ModelMetadataResponse(**metadata_of(self._model(asked.name, asked.version, caller)))
+        asked = parse(inference.ModelMetadataRequest, await call.read())
+        return inference.ModelMetadataResponse(**metadata_of(self._model(asked.name, asked.version, caller)))
 
     async def infer(self, call: GrpcCall) -> GrpcResult:
         """The outputs of all rows."""

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from carpool.core.errors import GRPC_STATUS, CarpoolError, Malformed, RateLimited, all_errors
-from carpool.core.messages import DecodeError, message_class
+from carpool.core.messages import DecodeError, carpool_v1, google_rpc
 from carpool.core.outcome import Output
 from carpool.core.problem import TYPE_PREFIX, Problem
 from carpool.core.protobuf import BadMessageError, fields
@@ -22,19 +22,6 @@ ID_BYTES_MAX = 128
 # Of an error's text, which is in a status twice, with three bytes for one beyond ASCII: clients take 8 KB of trailers.
 TEXT_BYTES_MAX = 1024
 
-PredictRequest = message_class("carpool.v1.PredictRequest")
-PredictResponse = message_class("carpool.v1.PredictResponse")
-PredictStreamRequest = message_class("carpool.v1.PredictStreamRequest")
-PredictStreamResponse = message_class("carpool.v1.PredictStreamResponse")
-SubmitRequest = message_class("carpool.v1.SubmitRequest")
-SubmitResponse = message_class("carpool.v1.SubmitResponse")
-GetResultRequest = message_class("carpool.v1.GetResultRequest")
-GetResultResponse = message_class("carpool.v1.GetResultResponse")
-CancelRequest = message_class("carpool.v1.CancelRequest")
-Status = message_class("google.rpc.Status")
-ErrorInfo = message_class("google.rpc.ErrorInfo")
-RetryInfo = message_class("google.rpc.RetryInfo")
-QuotaFailure = message_class("google.rpc.QuotaFailure")
 
 _read_problem = msgspec.json.Decoder(Problem).decode
 
@@ -60,7 +47,7 @@ def parse_stream(message: bytes) -> Any:
                 pass
         except BadMessageError as fault:
             raise malformed(fault) from None
-    asked = parse(PredictStreamRequest, message)
+    asked = parse(carpool_v1.PredictStreamRequest, message)
     if len(asked.requests) + len(asked.cancel) > STREAMED_MAX:
         raise malformed(f"the message has more than {STREAMED_MAX} fields")
     if any(len(request.id.encode()) > ID_BYTES_MAX for request in asked.requests):
@@ -102,7 +89,7 @@ def fill_error(
 
 def task_message(task: StoredTask) -> Any:
     """A GetResultResponse."""
-    message = GetResultResponse(
+    message = carpool_v1.GetResultResponse(
         task_id=task.id, status=f"TASK_STATUS_{task.status}", output=task.output, timestamp_s=task.timestamp_wall
     )
     if task.error is not None:
@@ -126,16 +113,16 @@ def status_text(error: CarpoolError) -> str:
 def status_message(error: CarpoolError, request_id: str) -> bytes:
     """A google.rpc.Status with its details, for `grpc-status-details-bin`."""
     text = status_text(error)
-    status = Status(code=GRPC_STATUS[error.grpc_code], message=text)
-    info = ErrorInfo(reason=error.code.replace("-", "_").upper(), domain="carpool")
+    status = google_rpc.Status(code=GRPC_STATUS[error.grpc_code], message=text)
+    info = google_rpc.ErrorInfo(reason=error.code.replace("-", "_").upper(), domain="carpool")
     info.metadata["request_id"] = request_id
     if error.predicted_wait_ms is not None:
         info.metadata["predicted_wait_ms"] = str(error.predicted_wait_ms)
     details = [info]
     if error.retry_after_s is not None:
-        details.append(RetryInfo(retry_delay={"seconds": error.retry_after_s}))
+        details.append(google_rpc.RetryInfo(retry_delay={"seconds": error.retry_after_s}))
     if isinstance(error, RateLimited):
-        details.append(QuotaFailure(violations=[{"subject": "owner", "description": text}]))
+        details.append(google_rpc.QuotaFailure(violations=[{"subject": "owner", "description": text}]))
     for detail in details:
         name = f"type.googleapis.com/{detail.DESCRIPTOR.full_name}"
         status.details.add(type_url=name, value=detail.SerializeToString())

@@ -26,7 +26,7 @@ class Reflection:
     def __init__(self, name: str, services: Sequence[str], places: Places) -> None:
         self.name = name
         self._places = places
-        self._servicer = aio.ReflectionServicer(services, POOL)
+        self._servicer = aio.ReflectionServicer(services, Symbols())
         self._open: set[GrpcCall] = set()
         self.methods: Mapping[str, Method] = {"ServerReflectionInfo": Method(self.info, is_stream=True)}
 
@@ -44,6 +44,20 @@ class Reflection:
                     await call.write(answer.SerializeToString())
             finally:
                 self._open.discard(call)
+
+
+class Symbols:
+    """The pool of all messages, which by itself does not find the file of a method."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(POOL, name)
+
+    def FindFileContainingSymbol(self, name: str) -> Any:
+        """The file that declares it; raises KeyError."""
+        try:
+            return POOL.FindFileContainingSymbol(name)
+        except KeyError:
+            return POOL.FindMethodByName(name).containing_service.file
 
 
 async def questions(call: GrpcCall) -> AsyncIterator[Any]:

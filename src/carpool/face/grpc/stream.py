@@ -19,11 +19,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from carpool.core.errors import CarpoolError, ClientLeft, Malformed, QueueFull
+from carpool.core.messages import carpool_v1
 from carpool.core.outcome import Outcome, Output
 from carpool.core.ports import Caller, LimitVerdict
 from carpool.core.request import DONE, Request
 from carpool.face.grpc.call import GrpcCall, in_a_turn, in_turns, leaving
-from carpool.face.grpc.messages import PredictStreamResponse, fill_error, fill_response, parse_stream
+from carpool.face.grpc.messages import fill_error, fill_response, parse_stream
 from carpool.face.http.places import Places
 from carpool.face.intake import as_error, new_request_id
 
@@ -137,7 +138,7 @@ class GrpcStream:
             return  # the stream has ended
         try:
             if isinstance(outcome, Output):
-                message = PredictStreamResponse()
+                message = carpool_v1.PredictStreamResponse()
                 response = message.responses.add(id=own_id).response
                 fill_response(response, request, outcome, self._service.output_bytes)
                 self._add(message.SerializeToString())
@@ -221,7 +222,7 @@ class GrpcStream:
     def _add_error(self, own_id: str, error: CarpoolError, request_id: str, *, came_in: bool = True) -> None:
         if not isinstance(error, ClientLeft):
             self._service.problems.note(self._call, error, came_in=came_in)
-        message = PredictStreamResponse()
+        message = carpool_v1.PredictStreamResponse()
         told = message.responses.add(id=own_id).error
         fill_error(told, type(error), error.detail, request_id, error.retry_after_s)
         self._add(message.SerializeToString())

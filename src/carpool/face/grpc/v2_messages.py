@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from carpool.core.errors import Malformed
-from carpool.core.messages import message_class
+from carpool.core.messages import inference
 from carpool.core.protobuf import BadMessageError, cut_out, fields, start_of_field
 from carpool.core.tensor_messages import CONTENTS, Parameter, add_elements, raw_of_contents, value_of
 from carpool.core.tensors import BYTES_ELEMENTS_MAX, DIMENSIONS_MAX, Data
@@ -34,10 +34,8 @@ FIELDS_MAX = {
 SHAPE_BYTES_MAX = 11 * DIMENSIONS_MAX
 _SHARED, _CLASSES = "shared_memory_region", "classification"
 
-ModelInferRequest = message_class("inference.ModelInferRequest")
-ModelInferResponse = message_class("inference.ModelInferResponse")
-_RAW_INPUTS = ModelInferRequest.RAW_INPUT_CONTENTS_FIELD_NUMBER
-_RAW_OUTPUTS = ModelInferResponse.RAW_OUTPUT_CONTENTS_FIELD_NUMBER
+_RAW_INPUTS = inference.ModelInferRequest.RAW_INPUT_CONTENTS_FIELD_NUMBER
+_RAW_OUTPUTS = inference.ModelInferResponse.RAW_OUTPUT_CONTENTS_FIELD_NUMBER
 
 
 def read_infer(message: bytes) -> Generator[None, None, tuple[Any, list[memoryview]]]:
@@ -45,10 +43,10 @@ def read_infer(message: bytes) -> Generator[None, None, tuple[Any, list[memoryvi
     try:
         rest, raw = cut_out(message, _RAW_INPUTS, FIELDS_MAX["ModelInferRequest"])
         if len(rest) > LONG_BODY_BYTES:
-            yield from _count_fields(memoryview(rest), ModelInferRequest.DESCRIPTOR)
+            yield from _count_fields(memoryview(rest), inference.ModelInferRequest.DESCRIPTOR)
     except BadMessageError as fault:
         raise malformed(fault) from None
-    return parse(ModelInferRequest, rest), raw
+    return parse(inference.ModelInferRequest, rest), raw
 
 
 def _count_fields(message: memoryview, kind: Any) -> Generator[None, None, None]:
@@ -123,7 +121,7 @@ def write_infer(
 
     Raw contents are answered with such; typed ones with typed ones, where all datatypes have some.
     """
-    answer = ModelInferResponse(model_name=model, model_version=version, id=call_id)
+    answer = inference.ModelInferResponse(model_name=model, model_version=version, id=call_id)
     picked = [output for output, _ in chosen(outputs, wanted)]
     is_raw = wanted.is_raw or any(output.datatype not in CONTENTS for output in picked)
     tail: list[Data] = []

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 from carpool.core.clock import monotonic
 from carpool.core.errors import CarpoolError, all_errors
-from carpool.core.messages import DecodeError, message_class
+from carpool.core.messages import DecodeError, carpool_v1, google_rpc
 from carpool.tools.bench.connection import Connection, Due, Held
 from carpool.tools.bench.faces import PredictPayload
 from carpool.tools.bench.generator import LoadGenerator
@@ -25,10 +25,6 @@ CHANNEL_OPTIONS = [
     ("grpc.max_receive_message_length", -1),
 ]
 DETAILS = "grpc-status-details-bin"
-PredictResponse = message_class("carpool.v1.PredictResponse")
-Status = message_class("google.rpc.Status")
-ErrorInfo = message_class("google.rpc.ErrorInfo")
-RetryInfo = message_class("google.rpc.RetryInfo")
 _BY_REASON = {error.code.replace("-", "_").upper(): error for error in all_errors()}
 
 
@@ -94,12 +90,12 @@ def read_refusal(status: bytes) -> tuple[type[CarpoolError] | None, float]:
     """Which error a google.rpc.Status tells of, if it is one of Carpool's, and after how long to come again."""
     kind, after_s = None, RETRY_AFTER_S
     try:
-        for detail in Status.FromString(status).details:
+        for detail in google_rpc.Status.FromString(status).details:
             name = detail.type_url.rpartition(".")[2]
             if name == "ErrorInfo":
-                kind = _BY_REASON.get(ErrorInfo.FromString(detail.value).reason)
+                kind = _BY_REASON.get(google_rpc.ErrorInfo.FromString(detail.value).reason)
             elif name == "RetryInfo":
-                after_s = float(RetryInfo.FromString(detail.value).retry_delay.seconds)
+                after_s = float(google_rpc.RetryInfo.FromString(detail.value).retry_delay.seconds)
     except DecodeError:
         return None, after_s
     return kind, after_s
@@ -108,7 +104,7 @@ def read_refusal(status: bytes) -> tuple[type[CarpoolError] | None, float]:
 def read_response(data: bytes) -> Any:
     """A PredictResponse; raises ValueError."""
     try:
-        return PredictResponse.FromString(data)
+        return carpool_v1.PredictResponse.FromString(data)
     except DecodeError:
         raise ValueError("no such message") from None
 

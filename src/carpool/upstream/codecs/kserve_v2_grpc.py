@@ -13,7 +13,7 @@ import msgspec
 
 from carpool.core.errors import Malformed
 from carpool.core.finite import finite_float
-from carpool.core.messages import DecodeError, message_class
+from carpool.core.messages import DecodeError, inference
 from carpool.core.protobuf import BadMessageError, cut_out, start_of_field
 from carpool.core.request import Request
 from carpool.core.tensor_messages import parameter_of, raw_of_contents
@@ -26,10 +26,8 @@ from carpool.upstream.endpoint import UpstreamCall, UpstreamResponse
 _INT64_MAX = (1 << 63) - 1
 _decode_parameters = msgspec.json.Decoder(dict[str, Any], float_hook=finite_float).decode
 
-ModelInferRequest = message_class("inference.ModelInferRequest")
-ModelInferResponse = message_class("inference.ModelInferResponse")
-_RAW_INPUTS = ModelInferRequest.RAW_INPUT_CONTENTS_FIELD_NUMBER
-_RAW_OUTPUTS = ModelInferResponse.RAW_OUTPUT_CONTENTS_FIELD_NUMBER
+_RAW_INPUTS = inference.ModelInferRequest.RAW_INPUT_CONTENTS_FIELD_NUMBER
+_RAW_OUTPUTS = inference.ModelInferResponse.RAW_OUTPUT_CONTENTS_FIELD_NUMBER
 
 
 class KServeV2GrpcCodec(TensorCodec):
@@ -45,7 +43,7 @@ class KServeV2GrpcCodec(TensorCodec):
     def encode(self, batch: Sequence[Request], call_id: str = "") -> UpstreamCall:
         """A ModelInferRequest."""
         inputs = self._inputs_of(batch)
-        message = ModelInferRequest(model_name=batch[0].model, model_version=self.model_version, id=call_id)
+        message = inference.ModelInferRequest(model_name=batch[0].model, model_version=self.model_version, id=call_id)
         for name, value in _parse_parameters(batch[0].parameters).items():
             message.parameters[name].CopyFrom(parameter_of(value))
         tail: list[Data] = []
@@ -59,7 +57,7 @@ class KServeV2GrpcCodec(TensorCodec):
         """A ModelInferResponse, each output cut along its first dimension."""
         try:
             rest, raw = cut_out(answer.body, _RAW_OUTPUTS)
-            response = ModelInferResponse.FromString(rest)
+            response = inference.ModelInferResponse.FromString(rest)
         except (BadMessageError, DecodeError):
             raise ProtocolFaultError("the answer is no ModelInferResponse") from None
         if raw and len(raw) != len(response.outputs):
