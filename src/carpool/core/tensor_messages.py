@@ -5,6 +5,7 @@ from itertools import pairwise
 from typing import Any
 
 from carpool.core.messages import inference
+from carpool.core.protobuf import cut_out, field
 from carpool.core.tensors import Data, element_starts, length_of, pack, unpack
 
 Parameter = bool | int | float | str
@@ -20,6 +21,11 @@ CONTENTS = {
     "FP64": "fp64_contents",
     "BYTES": "bytes_contents",
 }
+# The numbers of these two: packed, as protobuf serializes them, their elements have the raw form already.
+_FLOATS = {
+    "FP32": inference.InferTensorContents.FP32_CONTENTS_FIELD_NUMBER,
+    "FP64": inference.InferTensorContents.FP64_CONTENTS_FIELD_NUMBER,
+}
 # As objects of Python all elements of a tensor would be much larger.
 ELEMENTS_AT_ONCE = 16384
 _LENGTH_BYTES = len(length_of(b""))
@@ -27,6 +33,10 @@ _LENGTH_BYTES = len(length_of(b""))
 
 def raw_of_contents(contents: Any, datatype: str) -> Iterator[bytes]:
     """The elements of an InferTensorContents in raw form, some at a time; raises struct.error."""
+    if datatype in _FLOATS:
+        for view in cut_out(contents.SerializeToString(), _FLOATS[datatype])[1]:
+            yield bytes(view)
+        return
     elements = getattr(contents, CONTENTS[datatype]) if datatype in CONTENTS else ()
     for start in range(0, len(elements), ELEMENTS_AT_ONCE):
         yield pack(elements[start : start + ELEMENTS_AT_ONCE], datatype)
@@ -35,7 +45,9 @@ def raw_of_contents(contents: Any, datatype: str) -> Iterator[bytes]:
 def add_elements(contents: Any, data: Data, datatype: str) -> None:
     """Add raw elements to an InferTensorContents; BYTES need not be UTF-8."""
     elements = getattr(contents, CONTENTS[datatype])
-    if datatype == "BYTES":
+    if datatype in _FLOATS:
+        contents.MergeFromString(field(_FLOATS[datatype], bytes(data)))
+    elif datatype == "BYTES":
         view = memoryview(data)
         elements.extend([bytes(view[start + _LENGTH_BYTES : end]) for start, end in pairwise(element_starts(view))])
     else:
