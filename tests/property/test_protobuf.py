@@ -26,8 +26,8 @@ from carpool.core.tensor_messages import (
 from carpool.core.tensors import is_packed, pack
 from carpool.face.grpc.messages import (
     STREAMED_MAX,
+    PredictResponses,
     fill_error,
-    fill_response,
     parse_stream,
     status_message,
     task_message,
@@ -174,13 +174,15 @@ def test_an_answer(
 ) -> None:
     request = make_request("req", Witness(), now=1.0)
     request.arrived, request.taken, request.ended = 1.0, 1.25, 1.0 + latency_ms / 1000
-    read = message("PredictResponse")()
-    fill_response(read, request, Output(value, CallFacts(size, 0.5, version, cached), tokens), {})
-    assert (read.request_id, read.output, read.latency_ms) == ("req", value, latency_ms)
-    told = read.metadata
-    assert (told.queue_ms, told.upstream_ms, told.batch_size, told.model) == (250.0, 500.0, size, request.model)
-    assert (told.model_version, told.cached) == (version or "", cached)
-    assert (told.tokens_used if told.HasField("tokens_used") else None) == tokens
+    output = Output(value, CallFacts(size, 0.5, version, cached), tokens)
+    answers = PredictResponses({})
+    for _ in range(2):  # the second with what the first remembered
+        read = message("PredictResponse").FromString(answers.message(request, output))
+        assert (read.request_id, read.output, read.latency_ms) == ("req", value, latency_ms)
+        told = read.metadata
+        assert (told.queue_ms, told.upstream_ms, told.batch_size, told.model) == (250.0, 500.0, size, request.model)
+        assert (told.model_version, told.cached) == (version or "", cached)
+        assert (told.tokens_used if told.HasField("tokens_used") else None) == tokens
 
 
 @pytest.mark.parametrize("kind", all_errors(), ids=lambda kind: kind.code)

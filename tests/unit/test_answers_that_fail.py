@@ -82,7 +82,7 @@ async def test_kserve_v2(value: Any, status: int) -> None:
         wire.fails = fails
         reply = HttpReply(answers, parked(wire), MODEL, CALL, False)
         try:
-            row: Any = reply.came(0, Output(value, FACTS))
+            row: Any = reply.rows.came(0, Output(value, FACTS))
         except Exception as failure:  # as a group does it
             row = as_error(failure)
         reply.answer([row], None)
@@ -92,4 +92,4 @@ async def test_kserve_v2(value: Any, status: int) -> None:
 async def test_too_much_of_answers() -> None:
     reply = HttpReply(Answers(10), parked(Wire()), MODEL, CALL, True)
     with pytest.raises(QueueFull):
-        reply.came(0, Output(bytes(11), FACTS))
+        reply.rows.came(0, Output(bytes(11), FACTS))

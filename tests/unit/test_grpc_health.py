@@ -17,7 +17,7 @@ class FakeCall:
     """Asks for one service, and keeps what it is told."""
 
     def __init__(self, service: str = "", *, is_reading: bool = True) -> None:
-        self._asked = message("grpc.health.v1.HealthCheckRequest")(service=service).SerializeToString()
+        self._asked: bytes = message("grpc.health.v1.HealthCheckRequest")(service=service).SerializeToString()
         self._is_reading = is_reading
         self.told: list[int] = []
         self.peer = Peer("192.0.2.1")

@@ -35,7 +35,8 @@ class FakeCall:
 
     def __init__(self) -> None:
         self.peer, self.headers, self.came_in = Peer("127.0.0.1"), dict[bytes, bytes](), False
-        self.caller, self.options = partial(GrpcCall.caller, self), partial(GrpcCall.options, self)
+        itself: Any = self
+        self.caller, self.options = partial(GrpcCall.caller, itself), partial(GrpcCall.options, itself)
         self.sent: asyncio.Queue[bytes | None] = asyncio.Queue()
         self.taken = 0
         self.is_reading = asyncio.Event()

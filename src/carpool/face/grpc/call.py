@@ -7,7 +7,7 @@ error object that many calls share is never raised.
 import asyncio
 from collections.abc import Awaitable, Callable, Generator, Mapping
 from functools import lru_cache, partial
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 from urllib.parse import unquote
 
 from carpool.core.errors import CarpoolError, Draining, Malformed, ReceiveTimeout
@@ -28,7 +28,7 @@ NO_HEADERS: dict[bytes, bytes] = {}
 LINES_KEPT = 4096
 
 Metadata = tuple[tuple[str, str | bytes], ...]
-GrpcResult = bytes | Message | CarpoolError
+GrpcResult: TypeAlias = bytes | Message | CarpoolError
 Told = TypeVar("Told")
 Made = TypeVar("Made")
 

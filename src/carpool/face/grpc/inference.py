@@ -18,7 +18,7 @@ from carpool.core.request import DONE, Request
 from carpool.core.task import StoredTask
 from carpool.core.webhook import URL_CHARS_MAX
 from carpool.face.grpc.call import GrpcCall, GrpcResult, Method, Problems, enter, in_a_turn, tell
-from carpool.face.grpc.messages import fill_response, parse, task_message
+from carpool.face.grpc.messages import PredictResponses, parse, task_message
 from carpool.face.grpc.stream import GrpcStreams
 from carpool.face.http.gateway import no_callbacks, possible_task_id, too_large_for, with_trace
 from carpool.face.http.places import Places
@@ -62,9 +62,9 @@ class Inference:
         # None where nothing is traced.
         self._begin_trace = None if problems.traces is None else problems.traces.begin
         self._early = intake.early
-        self.output_bytes = {
-            model.name: found for model in intake.models() if (found := model.output_bytes) is not None
-        }
+        self.answers = PredictResponses(
+            {model.name: found for model in intake.models() if (found := model.output_bytes) is not None}
+        )
         self._streams = GrpcStreams(self, places, settings.unread_bytes_max)
         self.methods: Mapping[str, Method] = {
             "Predict": Method(self.predict),
@@ -102,11 +102,7 @@ class Inference:
             for request in requests:
                 self.intake.cancel(request)
             raise
-        if not isinstance(found, Output):
-            return found
-        response = carpool_v1.PredictResponse()
-        fill_response(response, requests[0], found, self.output_bytes)
-        return response
+        return self.answers.message(requests[0], found) if isinstance(found, Output) else found
 
     def settled(self, request: Request, outcome: Outcome) -> None:
         """Wake the call that waits for a request; it writes the answer itself, so that a defect there is its own."""

@@ -7,9 +7,9 @@ import msgspec
 
 from carpool.core.errors import GRPC_STATUS, CarpoolError, Malformed, RateLimited, all_errors
 from carpool.core.messages import DecodeError, carpool_v1, google_rpc
-from carpool.core.outcome import Output
+from carpool.core.outcome import CallFacts, Output
 from carpool.core.problem import TYPE_PREFIX, Problem
-from carpool.core.protobuf import BadMessageError, fields
+from carpool.core.protobuf import BadMessageError, fields, start_of_field
 from carpool.core.request import Request
 from carpool.core.task import StoredTask
 from carpool.core.tensors import Data, shown
@@ -23,6 +23,7 @@ ID_BYTES_MAX = 128
 TEXT_BYTES_MAX = 1024
 
 
+_OUTPUT = carpool_v1.PredictResponse.OUTPUT_FIELD_NUMBER
 _read_problem = msgspec.json.Decoder(Problem).decode
 
 
@@ -55,26 +56,39 @@ def parse_stream(message: bytes) -> Any:
     return asked
 
 
-def fill_response(
-    response: Any, request: Request, output: Output, output_bytes: Mapping[str, Callable[[Data], Octets]]
-) -> None:
-    """Fill the PredictResponse of a request. `output_bytes`: the models whose clients get bytes; others' get JSON."""
-    octets_of = output_bytes.get(request.model) if output_bytes else None
-    arrived, call = request.arrived, output.call
-    response.request_id = request.id
-    response.output = bytes(shown(output.value) if octets_of is None else octets_of(output.value).data)
-    response.latency_ms = round((request.ended - arrived) * 1000.0)
-    metadata = response.metadata
-    metadata.queue_ms = (request.taken - arrived) * 1000.0
-    metadata.upstream_ms = call.upstream_s * 1000.0
-    metadata.batch_size = call.batch_size
-    metadata.model = request.model
-    if call.model_version is not None:
-        metadata.model_version = call.model_version
-    if call.cached:
-        metadata.cached = True
-    if output.tokens_used is not None:
-        metadata.tokens_used = output.tokens_used
+class PredictResponses:
+    """Writes PredictResponses. What the members of a batch have in common is written once."""
+
+    def __init__(self, output_bytes: Mapping[str, Callable[[Data], Octets]]) -> None:
+        # By name, the models whose clients get bytes; the others' get JSON.
+        self._output_bytes = output_bytes
+        # The last call and its part of the metadata: the outcomes of one batch come one after the other.
+        self._call: CallFacts | None = None
+        self._call_part = b""
+
+    def message(self, request: Request, output: Output) -> bytes:
+        """The PredictResponse of one request. Its output is put behind the rest, so that it is copied once."""
+        call, arrived = output.call, request.arrived
+        if call is not self._call:
+            facts = carpool_v1.Metadata(
+                upstream_ms=call.upstream_s * 1000.0,
+                batch_size=call.batch_size,
+                model=request.model,
+                model_version=call.model_version,
+                cached=call.cached,
+            )
+            self._call, self._call_part = call, facts.SerializeToString()
+        octets_of = self._output_bytes.get(request.model) if self._output_bytes else None
+        value = shown(output.value) if octets_of is None else octets_of(output.value).data
+        response = carpool_v1.PredictResponse(
+            request_id=request.id, latency_ms=round((request.ended - arrived) * 1000.0)
+        )
+        metadata = response.metadata
+        metadata.MergeFromString(self._call_part)
+        metadata.queue_ms = (request.taken - arrived) * 1000.0
+        if output.tokens_used is not None:
+            metadata.tokens_used = output.tokens_used
+        return b"".join((response.SerializeToString(), start_of_field(_OUTPUT, len(value)), value))
 
 
 def fill_error(

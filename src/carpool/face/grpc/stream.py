@@ -22,9 +22,10 @@ from carpool.core.errors import CarpoolError, ClientLeft, Malformed, QueueFull
 from carpool.core.messages import carpool_v1
 from carpool.core.outcome import Outcome, Output
 from carpool.core.ports import Caller, LimitVerdict
+from carpool.core.protobuf import field
 from carpool.core.request import DONE, Request
 from carpool.face.grpc.call import GrpcCall, in_a_turn, in_turns, leaving
-from carpool.face.grpc.messages import fill_error, fill_response, parse_stream
+from carpool.face.grpc.messages import fill_error, parse_stream
 from carpool.face.http.places import Places
 from carpool.face.intake import as_error, new_request_id
 
@@ -138,10 +139,8 @@ class GrpcStream:
             return  # the stream has ended
         try:
             if isinstance(outcome, Output):
-                message = carpool_v1.PredictStreamResponse()
-                response = message.responses.add(id=own_id).response
-                fill_response(response, request, outcome, self._service.output_bytes)
-                self._add(message.SerializeToString())
+                response = self._service.answers.message(request, outcome)
+                self._add(field(1, field(1, own_id.encode()) + field(2, response)))  # a PredictStreamResponse with one
             else:
                 self._add_error(own_id, outcome, request.id, came_in=asked is not None)
         except Exception as failure:
