@@ -29,6 +29,7 @@ from carpool.face.grpc.messages import (
     PredictResponses,
     fill_error,
     parse_stream,
+    read_predict,
     status_message,
     task_message,
 )
@@ -61,8 +62,8 @@ def test_raw_contents_are_cut_out(model: str, raw: list[bytes], inputs: list[str
     made = Request(model_name=model, id=own_id, inputs=[{"name": name} for name in inputs])
     rest = made.SerializeToString()
     made.raw_input_contents.extend(raw)
-    found, views = cut_out(made.SerializeToString(), 7)
-    assert (found, [bytes(view) for view in views]) == (rest, raw)
+    found, views = cut_out(made.SerializeToString(), (7,))
+    assert (found, [(number, bytes(view)) for number, view in views]) == (rest, [(7, each) for each in raw])
     tail = b"".join(start_of_field(7, len(each)) + each for each in raw)
     assert Request.FromString(rest + tail) == made
 
@@ -74,11 +75,11 @@ def test_raw_contents_are_cut_out(model: str, raw: list[bytes], inputs: list[str
 @example(b"\x80" * 11)
 def test_what_is_cut_off_is_no_message(data: bytes) -> None:
     try:
-        rest, views = cut_out(data, 7)
+        rest, views = cut_out(data, (7,))
     except BadMessageError:
         return
     theirs, ours = parts(data), parts(rest)
-    assert [each for each in theirs.pop(7, []) if isinstance(each, bytes)] == [bytes(view) for view in views]
+    assert [each for each in theirs.pop(7, []) if isinstance(each, bytes)] == [bytes(view) for _, view in views]
     assert ours.keys() - {7} == theirs.keys()
 
 
@@ -98,6 +99,23 @@ def test_other_programs_may_have_messages_of_the_same_names() -> None:
         "import carpool.face.grpc.v2_messages, carpool.upstream.codecs.kserve_v2_grpc"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@given(
+    st.sampled_from(["input_json", "input_data"]), st.sampled_from(["input_json", "input_data"]), st.booleans(), whole
+)
+def test_a_long_request_is_read_as_a_short_one(first: str, last: str, is_long: bool, timeout_ms: int) -> None:
+    size = LONG_BODY_BYTES if is_long else 1
+    request, values = message("PredictRequest"), {"input_json": "é" * size, "input_data": b"\xff" * size}
+    data = request(**{first: values[first]}).SerializeToString() + request(model_id="m").SerializeToString()
+    data += request(**{last: values[last]}, timeout_ms=timeout_ms).SerializeToString()
+    read = read_predict(data)
+    value = values[last]
+    assert (read.kind, read.given) == (last, value.encode() if isinstance(value, str) else value)
+    assert (read.message.model_id, read.message.timeout_ms) == ("m", timeout_ms)
+    assert read_predict(request(client_id="x" * size).SerializeToString()).kind is None
+    with pytest.raises(Malformed):
+        read_predict(data + b"\x12")
 
 
 # Limits.

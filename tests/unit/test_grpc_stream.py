@@ -184,7 +184,7 @@ async def test_a_defect_with_one_request_is_its_own(stand: Stand, monkeypatch: p
     ask = stand.service.ask
 
     def fail(caller: Any, call: Any, asked: Any, *more: Any) -> Request:
-        if len(asked.input_json) > 3:
+        if len(asked.given) > 3:
             raise RuntimeError
         return ask(caller, call, asked, *more)
 

@@ -1,13 +1,13 @@
 """What Carpool itself reads and writes of protobuf's wire format; the rest is left to messages.py. Pure.
 
 1. Traces are written by hand (telemetry/otlp.py): they need nothing installed, and it is faster.
-2. Raw tensors are cut out of a message before it is parsed, and put behind one that was serialized: a message object
-   would copy them three times. Fields may stand in any order, so that is a message too.
+2. Long inputs and raw tensors are cut out of a message before it is parsed, and put behind one that was serialized: a
+   message object would copy them three times. Fields may stand in any order, so that is a message too.
 3. A short message can become a large object, so the fields of a long one are counted before it is parsed.
 """
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 
 VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
 _64_BITS = 0xFFFF_FFFF_FFFF_FFFF
@@ -88,14 +88,14 @@ def fields(data: memoryview, most: int = 0) -> Iterator[tuple[int, memoryview | 
         yield number, content, place
 
 
-def cut_out(message: bytes, number: int, most: int = 0) -> tuple[bytes, list[memoryview]]:
-    """A message without its fields of this number, and views of what is in those; raises BadMessageError."""
+def cut_out(message: bytes, numbers: Container[int], most: int = 0) -> tuple[bytes, list[tuple[int, memoryview]]]:
+    """A message without its fields of these numbers, and views of what is in those; raises BadMessageError."""
     view, start = memoryview(message), 0
     rest: list[memoryview] = []
-    found: list[memoryview] = []
-    for each, content, end in fields(view, most):
-        if each == number and content is not None:
-            found.append(content)
+    found: list[tuple[int, memoryview]] = []
+    for number, content, end in fields(view, most):
+        if number in numbers and content is not None:
+            found.append((number, content))
         else:
             rest.append(view[start:end])
         start = end

@@ -34,7 +34,7 @@ _LENGTH_BYTES = len(length_of(b""))
 def raw_of_contents(contents: Any, datatype: str) -> Iterator[bytes]:
     """The elements of an InferTensorContents in raw form, some at a time; raises struct.error."""
     if datatype in _FLOATS:
-        for view in cut_out(contents.SerializeToString(), _FLOATS[datatype])[1]:
+        for _, view in cut_out(contents.SerializeToString(), (_FLOATS[datatype],))[1]:
             yield bytes(view)
         return
     elements = getattr(contents, CONTENTS[datatype]) if datatype in CONTENTS else ()

@@ -18,7 +18,7 @@ from carpool.core.request import DONE, Request
 from carpool.core.task import StoredTask
 from carpool.core.webhook import URL_CHARS_MAX
 from carpool.face.grpc.call import GrpcCall, GrpcResult, Method, Problems, enter, in_a_turn, tell
-from carpool.face.grpc.messages import PredictResponses, parse, task_message
+from carpool.face.grpc.messages import PredictCall, PredictResponses, parse, predict_call, read_predict, task_message
 from carpool.face.grpc.stream import GrpcStreams
 from carpool.face.http.gateway import no_callbacks, possible_task_id, too_large_for, with_trace
 from carpool.face.http.places import Places
@@ -91,7 +91,7 @@ class Inference:
         requests: list[Request] = []
 
         def ask() -> None:
-            asked = parse(carpool_v1.PredictRequest, message)
+            asked = read_predict(message)
             requests.append(self.ask(caller, call, asked, call.request_id(), self, outcome, call.remaining_s()))
 
         try:
@@ -112,7 +112,7 @@ class Inference:
         self,
         caller: Caller,
         call: GrpcCall,
-        asked: Any,
+        asked: PredictCall,
         request_id: str,
         waiter: Any,
         ticket: object,
@@ -120,9 +120,9 @@ class Inference:
     ) -> Request:
         """Let a synchronous request in; raises as `Intake.ask`, and Malformed for what the message has in it."""
         model, parameters, value = self._parts(caller, asked)
-        options = self._options(call, asked.timeout_ms, remaining_s)
+        options = self._options(call, asked.message.timeout_ms, remaining_s)
         request = self.intake.ask(
-            caller, model, parameters, value, request_id, waiter, ticket, asked.client_id, options
+            caller, model, parameters, value, request_id, waiter, ticket, asked.message.client_id, options
         )
         call.came_in = request.phase != DONE  # else it was refused
         return request
@@ -141,7 +141,7 @@ class Inference:
     def _submit(self, caller: Caller, call: GrpcCall, message: bytes, answer: "asyncio.Future[GrpcResult]") -> None:
         submission = parse(carpool_v1.SubmitRequest, message)
         asked, callback_url = submission.request, submission.callback_url
-        model, parameters, value = self._parts(caller, asked)
+        model, parameters, value = self._parts(caller, predict_call(asked))
         if len(callback_url) > URL_CHARS_MAX:
             raise Malformed(f"`callback_url` may have {URL_CHARS_MAX} characters at most")
 
@@ -203,13 +203,12 @@ class Inference:
         self.intake.delete(caller=caller, task_id=possible_task_id(asked.task_id), done=done)
         return await answer
 
-    def _parts(self, caller: Caller, asked: Any) -> tuple[ServedModel, bytes, bytes]:
+    def _parts(self, caller: Caller, call: PredictCall) -> tuple[ServedModel, bytes, bytes]:
         """The model, the canonical parameters and the input of a request; raises Malformed, UnknownModel, TooLarge."""
+        asked, kind, given = call
         model = self.intake.model(asked.model_id, caller) if asked.model_id else self.intake.default_model
-        kind = asked.WhichOneof("input")
         if kind is None:
             raise Malformed("there is no input; set `input_data` or `input_json`")
-        given: bytes = asked.input_data if kind == "input_data" else asked.input_json.encode()
         if len(given) > model.body_bytes_max:
             raise too_large_for(model)
         if len(asked.client_id) > CLIENT_ID_CHARS_MAX:

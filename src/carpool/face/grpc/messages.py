@@ -1,7 +1,7 @@
 """The messages of `carpool.v1.Inference` (core/protos/carpool/v1/inference.proto), and the statuses of calls. Pure."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -9,7 +9,7 @@ from carpool.core.errors import GRPC_STATUS, CarpoolError, Malformed, RateLimite
 from carpool.core.messages import DecodeError, carpool_v1, google_rpc
 from carpool.core.outcome import CallFacts, Output
 from carpool.core.problem import TYPE_PREFIX, Problem
-from carpool.core.protobuf import BadMessageError, fields, start_of_field
+from carpool.core.protobuf import BadMessageError, cut_out, fields, start_of_field
 from carpool.core.request import Request
 from carpool.core.task import StoredTask
 from carpool.core.tensors import Data, shown
@@ -23,6 +23,10 @@ ID_BYTES_MAX = 128
 TEXT_BYTES_MAX = 1024
 
 
+_INPUTS = {
+    carpool_v1.PredictRequest.INPUT_DATA_FIELD_NUMBER: "input_data",
+    carpool_v1.PredictRequest.INPUT_JSON_FIELD_NUMBER: "input_json",
+}
 _OUTPUT = carpool_v1.PredictResponse.OUTPUT_FIELD_NUMBER
 _read_problem = msgspec.json.Decoder(Problem).decode
 
@@ -38,6 +42,35 @@ def parse(kind: Any, message: bytes) -> Any:
 def malformed(fault: object) -> Malformed:
     """The error for bytes that are not the expected message."""
     return Malformed(f"the message is not what this method takes: {fault}")
+
+
+class PredictCall(NamedTuple):
+    """A PredictRequest."""
+
+    # Without its input, if that is long.
+    message: Any
+    # The field that its input is in, "input_data" or "input_json"; None if there is none.
+    kind: str | None
+    given: bytes
+
+
+def predict_call(message: Any) -> PredictCall:
+    """The call of a whole message."""
+    kind = message.WhichOneof("input")
+    return PredictCall(message, kind, message.input_data if kind == "input_data" else message.input_json.encode())
+
+
+def read_predict(data: bytes) -> PredictCall:
+    """The call in the bytes of a PredictRequest; raises Malformed. The input of a long one is copied once."""
+    if len(data) <= LONG_BODY_BYTES:
+        return predict_call(parse(carpool_v1.PredictRequest, data))
+    try:
+        rest, found = cut_out(data, _INPUTS)
+    except BadMessageError as fault:
+        raise malformed(fault) from None
+    message = parse(carpool_v1.PredictRequest, rest)
+    number, view = found[-1] if found else (0, b"")  # of a oneof the last counts
+    return PredictCall(message, _INPUTS.get(number), bytes(view))
 
 
 def parse_stream(message: bytes) -> Any:
@@ -80,9 +113,9 @@ class PredictResponses:
             self._call, self._call_part = call, facts.SerializeToString()
         octets_of = self._output_bytes.get(request.model) if self._output_bytes else None
         value = shown(output.value) if octets_of is None else octets_of(output.value).data
-        response = carpool_v1.PredictResponse(
-            request_id=request.id, latency_ms=round((request.ended - arrived) * 1000.0)
-        )
+        response = carpool_v1.PredictResponse()
+        response.request_id = request.id
+        response.latency_ms = round((request.ended - arrived) * 1000.0)
         metadata = response.metadata
         metadata.MergeFromString(self._call_part)
         metadata.queue_ms = (request.taken - arrived) * 1000.0

@@ -25,7 +25,7 @@ from carpool.core.ports import Caller, LimitVerdict
 from carpool.core.protobuf import field
 from carpool.core.request import DONE, Request
 from carpool.face.grpc.call import GrpcCall, in_a_turn, in_turns, leaving
-from carpool.face.grpc.messages import fill_error, parse_stream
+from carpool.face.grpc.messages import fill_error, parse_stream, predict_call
 from carpool.face.http.places import Places
 from carpool.face.intake import as_error, new_request_id
 
@@ -207,7 +207,7 @@ class GrpcStream:
     def _ask(self, own_id: str, caller: Caller, asked: Any) -> None:
         request_id = new_request_id()
         try:
-            request = self._service.ask(caller, self._call, asked, request_id, self, own_id)
+            request = self._service.ask(caller, self._call, predict_call(asked), request_id, self, own_id)
         except Exception as failure:  # whatever it is, the other requests of this stream go on
             self._refuse(own_id, as_error(failure), request_id)
             return

@@ -41,12 +41,12 @@ _RAW_OUTPUTS = inference.ModelInferResponse.RAW_OUTPUT_CONTENTS_FIELD_NUMBER
 def read_infer(message: bytes) -> Generator[None, None, tuple[Any, list[memoryview]]]:
     """A ModelInferRequest, and its raw contents apart; raises Malformed."""
     try:
-        rest, raw = cut_out(message, _RAW_INPUTS, FIELDS_MAX["ModelInferRequest"])
+        rest, raw = cut_out(message, (_RAW_INPUTS,), FIELDS_MAX["ModelInferRequest"])
         if len(rest) > LONG_BODY_BYTES:
             yield from _count_fields(memoryview(rest), inference.ModelInferRequest.DESCRIPTOR)
     except BadMessageError as fault:
         raise malformed(fault) from None
-    return parse(inference.ModelInferRequest, rest), raw
+    return parse(inference.ModelInferRequest, rest), [view for _, view in raw]
 
 
 def _count_fields(message: memoryview, kind: Any) -> Generator[None, None, None]:

@@ -56,14 +56,14 @@ class KServeV2GrpcCodec(TensorCodec):
     def decode(self, answer: UpstreamResponse, batch: Sequence[Request], call_id: str = "") -> Sequence[Decoded]:
         """A ModelInferResponse, each output cut along its first dimension."""
         try:
-            rest, raw = cut_out(answer.body, _RAW_OUTPUTS)
+            rest, raw = cut_out(answer.body, (_RAW_OUTPUTS,))
             response = inference.ModelInferResponse.FromString(rest)
         except (BadMessageError, DecodeError):
             raise ProtocolFaultError("the answer is no ModelInferResponse") from None
         if raw and len(raw) != len(response.outputs):
             raise ProtocolFaultError(f"{len(raw)} raw contents came for {len(response.outputs)} outputs")
         check_id(response.id, call_id)
-        outputs = [_output(tensor, raw[place] if raw else None) for place, tensor in enumerate(response.outputs)]
+        outputs = [_output(tensor, raw[place][1] if raw else None) for place, tensor in enumerate(response.outputs)]
         parts = cut_outputs(outputs, forms_of(batch))
         return [Decoded(part, model_version=response.model_version or None) for part in parts]
 
