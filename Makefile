@@ -90,10 +90,10 @@ format: setup ## rewrite the code in the one format
 docs: setup ## write the generated pages again
 	@$(BIN)/python -m carpool.tools.docs
 
-# Generated code is not edited: the messages' descriptors, for reflection and for tests.
-PROTOS := src/carpool/face/grpc/protos
-protos: setup ## compile the .proto files again, for reflection
-	@$(BIN)/python -m grpc_tools.protoc -I $(PROTOS) --descriptor_set_out=$(PROTOS)/descriptors.binpb $$(cd $(PROTOS) && find * -name '*.proto' | sort)
+# What is compiled is not edited: the messages' descriptors, of which core/messages.py makes classes.
+PROTOS := src/carpool/core/protos
+protos: setup ## compile the .proto files again
+	@$(BIN)/python -m grpc_tools.protoc -I $(PROTOS) --include_imports --descriptor_set_out=$(PROTOS)/descriptors.binpb $$(cd $(PROTOS) && find * -name '*.proto' | sort)
 
 bench: setup redis ## measure beside the floor (several minutes)
 	@$(BIN)/python bench/run.py

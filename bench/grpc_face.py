@@ -21,7 +21,8 @@ from typing import Any
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 import grpc
 
-from carpool.core.protobuf import as_message, field, fields
+from carpool.core.messages import carpool_v1
+from carpool.core.protobuf import field
 from measuring import CARPOOL, ROOT, beside_kept, console, cpu_seconds, free_port, process, show, verdict
 
 SIMULATED = "sim:?latency_ms=50&slots=8"
@@ -111,8 +112,8 @@ async def load_stream(channel: Any, path: str, until: float) -> int:
     answers = owed = 0
     in_flight = STREAMED
     while in_flight:
-        for _, answer in fields(await call.read()):
-            assert TEXT in bytes(as_message(answer))
+        for answer in carpool_v1.PredictStreamResponse.FromString(await call.read()).responses:
+            assert TEXT in answer.response.output
             answers, owed, in_flight = answers + 1, owed + 1, in_flight - 1
         if owed >= ASKED_AT_ONCE and time.monotonic() < until:
             await call.write(some(owed))

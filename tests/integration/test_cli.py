@@ -54,7 +54,7 @@ def test_help_does_not_load_the_network_libraries() -> None:
 
 
 def test_what_is_off_is_not_loaded() -> None:
-    heavy = {"aiohttp", "grpc", "asyncpg", "redis", "joserfc"}
+    heavy = {"aiohttp", "grpc", "google.protobuf", "asyncpg", "redis", "joserfc"}
     code = f"import sys, carpool.app, carpool.upstream.client; sys.exit(' '.join({heavy} & set(sys.modules)) or 0)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (0, "")

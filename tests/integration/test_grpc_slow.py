@@ -9,9 +9,10 @@ from pathlib import Path
 import grpc
 
 from carpool.face.grpc.call import GrpcCall, GrpcResult, Method, Problems
-from carpool.face.grpc.server import GrpcLimits, GrpcServer
+from carpool.face.grpc.server import GrpcServer
 from carpool.face.grpc.slow import SWEEP_S
 from carpool.face.http.connection import UNREAD_BYTES_MIN
+from carpool.face.http.state import HttpLimits
 from support.http2 import Http2Peer
 from support.processes import PATIENCE_S, until
 
@@ -53,7 +54,7 @@ class Echo:
 
 @asynccontextmanager
 async def serving(
-    limits: GrpcLimits, problems: list[str], echo: Echo | None = None, *, is_proxy: bool = False
+    limits: HttpLimits, problems: list[str], echo: Echo | None = None, *, is_proxy: bool = False
 ) -> AsyncIterator[GrpcServer]:
     server = GrpcServer([echo or Echo()], limits, Problems(problems.append), is_proxy=lambda address: is_proxy)
     await server.start("127.0.0.1", 0)
@@ -66,7 +67,7 @@ async def serving(
 
 async def test_a_message_that_never_comes() -> None:
     problems: list[str] = []
-    async with serving(GrpcLimits(receive_timeout_s=0.2), problems) as server:
+    async with serving(HttpLimits(receive_timeout_s=0.2), problems) as server:
         with Http2Peer(server.port) as peer:
             peer.call("/x.Echo/Once")
             peer.data(b"\x00\x00\x00\x00\x09only a", ends=False)
@@ -80,7 +81,7 @@ async def test_a_message_that_never_comes() -> None:
 
 
 async def test_who_does_not_read_is_cut_off_and_nobody_else() -> None:
-    async with serving(GrpcLimits(write_timeout_s=0.2), []) as server:
+    async with serving(HttpLimits(write_timeout_s=0.2), []) as server:
         with (
             Http2Peer(server.port, window=0) as once,
             Http2Peer(server.port, window=0) as ever,
@@ -102,7 +103,7 @@ async def test_who_does_not_read_is_cut_off_and_nobody_else() -> None:
 async def test_behind_a_proxy_who_does_not_read_ends_nobody_else_s_calls() -> None:
     echo = Echo()
     async with (
-        serving(GrpcLimits(write_timeout_s=0.2), [], echo, is_proxy=True) as server,
+        serving(HttpLimits(write_timeout_s=0.2), [], echo, is_proxy=True) as server,
         grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as proxy,
     ):
         later = proxy.unary_unary("/x.Echo/Later")(b"x")
@@ -118,7 +119,7 @@ async def test_behind_a_proxy_who_does_not_read_ends_nobody_else_s_calls() -> No
 
 
 async def test_too_much_that_is_unread_is_not_kept_for_long_and_harms_nobody_else() -> None:
-    limits = GrpcLimits(write_timeout_s=3600.0, unread_bytes_max=UNREAD_BYTES_MIN)
+    limits = HttpLimits(write_timeout_s=3600.0, unread_bytes_max=UNREAD_BYTES_MIN)
     async with serving(limits, []) as server:
         with Http2Peer(server.port, window=0) as much, Http2Peer(server.port, window=0) as little:
             little.call("/x.Echo/Once")
@@ -133,7 +134,7 @@ async def test_too_much_that_is_unread_is_not_kept_for_long_and_harms_nobody_els
 
 
 async def test_looking_for_a_socket_leaves_no_file_behind() -> None:
-    async with serving(GrpcLimits(write_timeout_s=0.1), []) as server:
+    async with serving(HttpLimits(write_timeout_s=0.1), []) as server:
         most = len(os.listdir(SOCKETS)) + 5  # the connection, the thread that looks, and what the test has
         for _ in range(3):
             with Http2Peer(server.port, window=0) as peer:

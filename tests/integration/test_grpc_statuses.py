@@ -7,7 +7,8 @@ import pytest
 
 from carpool.core.errors import InputRefused, RateLimited
 from carpool.face.grpc.call import GrpcCall, GrpcResult, Method, Problems
-from carpool.face.grpc.server import GrpcLimits, GrpcServer
+from carpool.face.grpc.server import GrpcServer
+from carpool.face.http.state import HttpLimits
 from support.grpc_client import Refusal
 from support.processes import PATIENCE_S
 
@@ -35,7 +36,7 @@ class Wrong:
 @pytest.mark.parametrize(("method", "code"), [("Input", "INVALID_ARGUMENT"), ("Rate", "RESOURCE_EXHAUSTED")])
 async def test_a_long_text_hides_no_status(method: str, code: str) -> None:
     wrong = Wrong()
-    server = GrpcServer([wrong], GrpcLimits(), Problems(lambda code: None))
+    server = GrpcServer([wrong], HttpLimits(), Problems(lambda code: None))
     await server.start("127.0.0.1", 0)
     async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
         for _ in range(20):  # between its two limits a client takes what comes, or not, by chance

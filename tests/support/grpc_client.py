@@ -10,7 +10,7 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
 from support.processes import PATIENCE_S
 
-PROTOS = files("carpool.face.grpc").joinpath("protos")
+PROTOS = files("carpool.core").joinpath("protos")
 _pool = descriptor_pool.DescriptorPool()
 _described = descriptor_pb2.FileDescriptorSet.FromString(PROTOS.joinpath("descriptors.binpb").read_bytes())
 for _file in _described.file:

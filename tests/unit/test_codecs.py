@@ -21,9 +21,9 @@ from carpool.testing import Witness, make_request
 from carpool.upstream.call_ids import CallIds, is_for_another_call
 from carpool.upstream.codecs import Codec, JsonCodec, KServeV1Codec, ProtocolFaultError, make_codec
 from carpool.upstream.codecs.base import TOKENS_MAX, apportion
-from carpool.upstream.codecs.v2_messages import decode_response, encode_request
 from carpool.upstream.endpoint import AttemptFailedError, UpstreamCall, UpstreamResponse
 from carpool.upstream.grpc_endpoint import GrpcEndpoint
+from support.grpc_client import message
 from support.processes import PATIENCE_S, until
 
 CODECS: list[tuple[Codec, bytes]] = [(JsonCodec(), b"outputs"), (KServeV1Codec(), b"predictions")]
@@ -598,7 +598,7 @@ def test_limits_that_servers_tell() -> None:
 REQUEST_BYTES = bytes.fromhex(
     "0a066dc3b664656c12013222070a01621202080122100a0169120b10fbffffffffffffffff01220b0a017312061a0474657874220e0a"
     "017a120921000000000000d03f2a0d0a01781204465033321a0203022a0e0a0179120542595445531a0203013a180101010101010101"
-    "020202020202020203030303030303033ad7010100000061000000000200000062630000000000000000000000000000000000000000"
+    "020202020202020203030303030303033ad701010000006100000000ca00000062630000000000000000000000000000000000000000"
     "000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000"
     "000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000"
     "000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000"
@@ -618,26 +618,30 @@ CONTENTS_BYTES = bytes.fromhex(
 )
 
 
-def request_message(call_id: str = "") -> bytes:
-    return encode_request(
-        "mödel",
-        "2",
-        call_id,
-        {"b": True, "i": -5, "s": "text", "z": 0.25},
-        [("x", "FP32", (3, 2)), ("y", "BYTES", (3, 1))],
-        [[b"\x01" * 8, b"\x02" * 8, b"\x03" * 8], [b"\x01\0\0\0a", b"\0\0\0\0", b"\x02\0\0\0bc" + b"\0" * 200]],
-    )
-
-
 def test_a_request_is_what_protobuf_writes() -> None:
-    assert request_message() == REQUEST_BYTES
-    version = REQUEST_BYTES.index(b"\x12\x012") + 3
-    assert request_message("abc") == REQUEST_BYTES[:version] + b"\x1a\x03abc" + REQUEST_BYTES[version:]
+    codec = make_codec("kserve_v2_grpc", model_version="2")
+    numbers = [b"\x01" * 8, b"\x02" * 8, b"\x03" * 8]
+    texts = [b"\x01\0\0\0a", b"\0\0\0\0", b"\xca\0\0\0bc" + b"\0" * 200]
+    rows = [
+        pack_tensors([RawTensor("x", "FP32", (1, 2), number), RawTensor("y", "BYTES", (1, 1), text)])
+        for number, text in zip(numbers, texts, strict=True)
+    ]
+    batch = members(codec, rows, b'{"b":true,"i":-5,"s":"text","z":0.25}', "mödel")
+    request = message("inference.ModelInferRequest")
+    expected = request.FromString(REQUEST_BYTES)
+    assert request.FromString(codec.encode(batch).body) == expected
+    expected.id = "abc"
+    assert request.FromString(codec.encode(batch, "abc").body) == expected
 
 
 def test_contents_that_are_not_raw_are_read() -> None:
-    response = decode_response(CONTENTS_BYTES)
-    assert {output.datatype: output.data for output in response.outputs} == {
+    response = message("inference.ModelInferResponse")
+    batch = members(GRPC, [pack_tensors([RawTensor("x", "INT8", (1, 1), b"\1")])] * 2)
+    found: dict[str, bytes] = {}
+    for tensor in response.FromString(CONTENTS_BYTES).outputs:
+        parts = decoded(GRPC, response(outputs=[tensor]).SerializeToString(), batch)
+        found[tensor.datatype] = b"".join(bytes(unpack_tensors(part)[0].data) for part in parts)
+    assert found == {
         "BOOL": b"\x01\x00",
         "INT8": struct.pack("<2b", -128, 127),
         "INT32": struct.pack("<2i", -5, 7),
@@ -667,10 +671,8 @@ def test_grpc_answers_are_cut_like_those_of_http() -> None:
 
 
 def test_a_message_that_is_cut_off_is_a_fault() -> None:
-    whole = decode_response(RESPONSE_BYTES)
     for end in range(len(RESPONSE_BYTES)):
         try:
-            assert decode_response(RESPONSE_BYTES[:end]) != whole
             decoded(GRPC, RESPONSE_BYTES[:end], 2)
         except ProtocolFaultError:
             continue

@@ -4,26 +4,31 @@ import asyncio
 from collections.abc import Callable
 
 from carpool.core.ports import Peer
-from carpool.face.grpc.health import NOT_SERVING, SERVICE_UNKNOWN, SERVING, Health
+from carpool.face.grpc.health import Health
 from carpool.face.http.places import Places
 from carpool.testing import FakeClock
+from support.grpc_client import message
 
 Tell = Callable[[str | None], None]
+SERVING, NOT_SERVING, SERVICE_UNKNOWN = 1, 2, 3
 
 
 class FakeCall:
     """Asks for one service, and keeps what it is told."""
 
-    def __init__(self, service: bytes = b"") -> None:
-        self._asked = b"\x0a%c%b" % (len(service), service)
-        self.told: list[bytes] = []
+    def __init__(self, service: str = "", *, is_reading: bool = True) -> None:
+        self._asked: bytes = message("grpc.health.v1.HealthCheckRequest")(service=service).SerializeToString()
+        self._is_reading = is_reading
+        self.told: list[int] = []
         self.peer = Peer("192.0.2.1")
 
     async def read(self) -> bytes:
         return self._asked
 
-    async def write(self, message: bytes) -> None:
-        self.told.append(message)
+    async def write(self, written: bytes) -> None:
+        if not self._is_reading:
+            await asyncio.Event().wait()
+        self.told.append(message("grpc.health.v1.HealthCheckResponse").FromString(written).status)
 
 
 class Ready:
@@ -48,7 +53,7 @@ def test_a_watcher_is_told_of_changes_alone() -> None:
     health = Health(ready, ["a.B"], Places("streams", 9, 9), clock)
 
     async def main() -> None:
-        known, unknown = FakeCall(b"a.B"), FakeCall(b"c.D")
+        known, unknown = FakeCall("a.B"), FakeCall("c.D")
         watching = [asyncio.ensure_future(health.watch(call)) for call in (known, unknown)]  # type: ignore[arg-type]
         await asyncio.sleep(3.5)
         ready.why_not = "the endpoints are down"
@@ -69,21 +74,46 @@ def test_a_watcher_is_told_of_changes_alone() -> None:
     clock.run(main())
 
 
+async def status(health: Health) -> int:
+    answer: int = (await health.check(FakeCall())).status  # type: ignore[arg-type, union-attr]
+    return answer
+
+
+def test_a_watcher_that_does_not_read_holds_nobody_up() -> None:
+    clock, ready = FakeClock(), Ready()
+    health = Health(ready, ["a.B"], Places("streams", 9, 9), clock)
+
+    async def main() -> None:
+        stuck, other = FakeCall("a.B", is_reading=False), FakeCall("a.B")
+        watching = [asyncio.ensure_future(health.watch(call)) for call in (stuck, other)]  # type: ignore[arg-type]
+        await asyncio.sleep(0.1)
+        assert other.told == [SERVING]
+        health.leave()
+        await asyncio.sleep(0.1)
+        assert other.told == [SERVING, NOT_SERVING] and await status(health) == NOT_SERVING
+        health.drain()
+        await watching[1]
+        watching[0].cancel()
+        await asyncio.gather(*watching, return_exceptions=True)
+
+    clock.run(main())
+
+
 def test_a_flood_of_checks_is_one_look_a_second() -> None:
     clock, ready = FakeClock(), Ready()
     health = Health(ready, [], Places("streams", 9, 9), clock)
 
     async def main() -> None:
         ready.is_slow = True
-        checks = [asyncio.ensure_future(health.check(FakeCall())) for _ in range(100)]  # type: ignore[arg-type]
+        checks = [asyncio.ensure_future(status(health)) for _ in range(100)]
         await asyncio.sleep(0.1)
         assert ready.looks == 1
         ready.waiting[0](None)
         assert set(await asyncio.gather(*checks)) == {SERVING}
-        assert await health.check(FakeCall()) == SERVING and ready.looks == 1  # type: ignore[arg-type]
+        assert await status(health) == SERVING and ready.looks == 1
         await asyncio.sleep(1.1)
         ready.is_slow = False
-        assert await health.check(FakeCall()) == SERVING and ready.looks == 2  # type: ignore[arg-type]
+        assert await status(health) == SERVING and ready.looks == 2
 
     clock.run(main())
 
@@ -96,8 +126,8 @@ def test_a_defect_in_the_readiness_is_not_waited_for() -> None:
     health = Health(fail, [], Places("streams", 9, 9), clock)
 
     async def main() -> None:
-        assert await health.check(FakeCall()) == NOT_SERVING  # type: ignore[arg-type]
+        assert await status(health) == NOT_SERVING
         await asyncio.sleep(2)
-        assert await health.check(FakeCall()) == NOT_SERVING  # type: ignore[arg-type]
+        assert await status(health) == NOT_SERVING
 
     clock.run(main())

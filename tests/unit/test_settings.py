@@ -20,6 +20,7 @@ from carpool.settings import (
     Settings,
     admin_port,
     broker_address,
+    checks,
     dump_toml,
     load_settings,
     models_of,
@@ -487,6 +488,18 @@ class TestEndpoints:
         text = refusal(toml=toml)
         assert where in text and "has 'grpc://a:1': that needs protocol kserve_v2_grpc, not json" in text
         load(toml="[upstream]\nendpoints = ['grpc://a:1-3']\nprotocol='kserve_v2_grpc'\n[models.a]")
+
+    @pytest.mark.parametrize(
+        ("toml", "where"),
+        [
+            ("[gateway]\ngrpc = true", "gateway.grpc (carpool.toml)"),
+            ("[gateway]\ngrpc_port = 0", "gateway.grpc_port (carpool.toml)"),
+            ("[upstream]\nendpoints = ['grpc://a:1']\nprotocol = 'kserve_v2_grpc'", "upstream.protocol (carpool.toml)"),
+        ],
+    )
+    def test_grpc_is_an_extra(self, toml: str, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(checks, "find_spec", lambda name: None)
+        assert refusal(toml=toml) == f"{where} needs grpcio: pip install 'carpool[grpc]'"
 
     @pytest.mark.parametrize(("url", "scheme"), [("http://a:1", "grpc://"), ("https://a:1/x", "grpcs://")])
     def test_grpc_is_not_spoken_over_http(self, url: str, scheme: str) -> None:

@@ -10,7 +10,7 @@ from carpool.face.grpc.health import CheckReady, Health
 from carpool.face.grpc.inference import Inference, InferenceSettings
 from carpool.face.grpc.kserve_v2 import KServeV2
 from carpool.face.grpc.reflection import NAMES, Reflection
-from carpool.face.grpc.server import GrpcLimits, GrpcServer, Pems
+from carpool.face.grpc.server import GrpcServer, Pems
 from carpool.face.http.lists import Answers
 from carpool.face.http.places import Places
 from carpool.face.http.state import HttpState
@@ -45,15 +45,7 @@ def make_grpc_server(
     services += [Reflection(name, names, strangers) for name in NAMES]
     return GrpcServer(
         services,
-        GrpcLimits(
-            body_bytes_max=limits.body_bytes_max,
-            header_bytes_max=limits.header_bytes_max,
-            connections_max=limits.connections_max,
-            receive_timeout_s=limits.receive_timeout_s,
-            idle_timeout_s=limits.idle_timeout_s,
-            write_timeout_s=limits.write_timeout_s,
-            unread_bytes_max=limits.unread_bytes_max,
-        ),
+        limits,
         problems,
         runtime.clock,
         when_draining=health.leave,

@@ -2,109 +2,71 @@
 
 from collections.abc import Iterator
 from itertools import pairwise
+from typing import Any
 
-from carpool.core.protobuf import (
-    BadMessageError,
-    Message,
-    Value,
-    as_bytes,
-    as_message,
-    as_number,
-    as_text,
-    double_field,
-    field,
-    fields,
-    number_field,
-    numbers_in,
-    read_double,
-    varint,
-)
+from carpool.core.messages import inference
+from carpool.core.protobuf import cut_out, field
 from carpool.core.tensors import Data, element_starts, length_of, pack, unpack
 
 Parameter = bool | int | float | str
 
-# InferTensorContents: the field of a datatype. FP16 and BF16 have none.
-CONTENTS_FIELD = {
-    "BOOL": 1,
-    **dict.fromkeys(("INT8", "INT16", "INT32"), 2),
-    "INT64": 3,
-    **dict.fromkeys(("UINT8", "UINT16", "UINT32"), 4),
-    "UINT64": 5,
-    "FP32": 6,
-    "FP64": 7,
-    "BYTES": 8,
+# The field of an InferTensorContents that has the elements of a datatype. FP16 and BF16 have none.
+CONTENTS = {
+    "BOOL": "bool_contents",
+    **dict.fromkeys(("INT8", "INT16", "INT32"), "int_contents"),
+    "INT64": "int64_contents",
+    **dict.fromkeys(("UINT8", "UINT16", "UINT32"), "uint_contents"),
+    "UINT64": "uint64_contents",
+    "FP32": "fp32_contents",
+    "FP64": "fp64_contents",
+    "BYTES": "bytes_contents",
 }
-# InferParameter
-_BOOL, _INT64, _STRING, _FP64, _UINT64 = 1, 2, 3, 4, 5
-_64_BITS = 0xFFFF_FFFF_FFFF_FFFF
+# The numbers of these two: packed, as protobuf serializes them, their elements have the raw form already.
+_FLOATS = {
+    "FP32": inference.InferTensorContents.FP32_CONTENTS_FIELD_NUMBER,
+    "FP64": inference.InferTensorContents.FP64_CONTENTS_FIELD_NUMBER,
+}
+# As objects of Python all elements of a tensor would be much larger.
+ELEMENTS_AT_ONCE = 16384
+_LENGTH_BYTES = len(length_of(b""))
 
 
-def raw_of_contents(contents: Message, datatype: str, most: int = 0) -> Iterator[bytes]:
-    """The elements of an InferTensorContents in raw form, some at a time.
-
-    Raises BadMessageError, also for more than `most` fields, and struct.error for a number that does not fit.
-    """
-    wanted = CONTENTS_FIELD.get(datatype)
-    is_unsigned = datatype.startswith("UINT")
-    for number, value in fields(contents, most):
-        if number != wanted:
-            continue
-        if datatype in ("FP32", "FP64"):  # packed, that is the raw form; one by one, it is their concatenation
-            yield as_bytes(value)
-        elif datatype == "BYTES":
-            element = as_bytes(value)
-            yield length_of(element) + element
-        else:
-            for numbers in numbers_in(value):
-                yield pack([each & _64_BITS for each in numbers] if is_unsigned else numbers, datatype)
+def raw_of_contents(contents: Any, datatype: str) -> Iterator[bytes]:
+    """The elements of an InferTensorContents in raw form, some at a time; raises struct.error."""
+    if datatype in _FLOATS:
+        for _, view in cut_out(contents.SerializeToString(), (_FLOATS[datatype],))[1]:
+            yield bytes(view)
+        return
+    elements = getattr(contents, CONTENTS[datatype]) if datatype in CONTENTS else ()
+    for start in range(0, len(elements), ELEMENTS_AT_ONCE):
+        yield pack(elements[start : start + ELEMENTS_AT_ONCE], datatype)
 
 
-def contents_of_raw(data: Data, datatype: str) -> bytes:
-    """A part of an InferTensorContents with these elements; BYTES need not be UTF-8."""
-    wanted = CONTENTS_FIELD[datatype]
-    if datatype in ("FP32", "FP64"):
-        return field(wanted, bytes(data))
-    if datatype == "BYTES":
-        view, starts = memoryview(data), element_starts(data)
-        return b"".join([field(wanted, bytes(view[start + 4 : end])) for start, end in pairwise(starts)])
-    return field(wanted, b"".join([varint(each) for each in unpack(data, datatype)]))
+def add_elements(contents: Any, data: Data, datatype: str) -> None:
+    """Add raw elements to an InferTensorContents; BYTES need not be UTF-8."""
+    elements = getattr(contents, CONTENTS[datatype])
+    if datatype in _FLOATS:
+        contents.MergeFromString(field(_FLOATS[datatype], bytes(data)))
+    elif datatype == "BYTES":
+        view = memoryview(data)
+        elements.extend([bytes(view[start + _LENGTH_BYTES : end]) for start, end in pairwise(element_starts(view))])
+    else:
+        elements.extend(unpack(data, datatype))
 
 
-def write_parameter(value: Parameter) -> bytes:
+def parameter_of(value: Parameter) -> Any:
     """An InferParameter."""
     if isinstance(value, bool):
-        return number_field(_BOOL, value)
+        return inference.InferParameter(bool_param=value)
     if isinstance(value, int):
-        return number_field(_INT64, value)
+        return inference.InferParameter(int64_param=value)
     if isinstance(value, float):
-        return double_field(_FP64, value)
-    return field(_STRING, value.encode())
+        return inference.InferParameter(double_param=value)
+    return inference.InferParameter(string_param=value)
 
 
-def read_parameter(entry: Value, most: int = 8) -> tuple[str, Parameter]:
-    """A name and a value: an entry of a map of InferParameters; raises BadMessageError."""
-    name, value = "", None
-    for number, part in fields(as_message(entry), most):
-        if number == 1:
-            name = as_text(part)
-        elif number == 2:
-            value = _read_value(as_message(part), most)
-    if value is None:
-        raise BadMessageError("a parameter has no value")
-    return name, value
-
-
-def _read_value(message: Message, most: int) -> Parameter | None:
-    value: Parameter | None = None
-    for number, part in fields(message, most):
-        if number == _BOOL:
-            value = bool(as_number(part))
-        elif number == _INT64:
-            value = as_number(part)
-        elif number == _STRING:
-            value = as_text(part)
-        elif number == _FP64:
-            value = read_double(part)
-        elif number == _UINT64:
-            value = as_number(part) & _64_BITS
+def value_of(parameter: Any) -> Parameter | None:
+    """What an InferParameter has; None if that is nothing."""
+    kind = parameter.WhichOneof("parameter_choice")
+    value: Parameter | None = None if kind is None else getattr(parameter, kind)
     return value

@@ -214,6 +214,8 @@ def _check_gateway(gateway: GatewaySettings, where: Where) -> None:
     if admin_port(gateway) > 65535:
         raise ConfigError(f"{where('gateway.port')} leaves no port after it: give gateway.admin_port too")
     port, admin = gateway.grpc_port, admin_port(gateway)
+    if port is not None:
+        _check_extra(where("gateway.grpc_port"))
     if port and (port == gateway.port or (admin and admin <= port < admin + gateway.processes)):
         raise ConfigError(f"{where('gateway.grpc_port')} is the port of another face: give another one")
     _check_proxies(gateway.trusted_proxies, where("gateway.trusted_proxies"))
@@ -224,6 +226,11 @@ def _check_gateway(gateway: GatewaySettings, where: Where) -> None:
     files = TlsFiles("", gateway.tls_cert, gateway.tls_key)
     _check_files(files, lambda key: where(f"gateway.{key}"))
     _check_context(files, lambda key: where(f"gateway.{key}"))
+
+
+def _check_extra(place: str) -> None:
+    if any(find_spec(name) is None for name in ("grpc", "grpc_reflection")):
+        raise ConfigError(f"{place} needs grpcio: pip install 'carpool[grpc]'")
 
 
 def _check_proxies(proxies: list[str], where: str) -> None:
@@ -358,6 +365,8 @@ def _check_probe_input(text: str, at: Where) -> None:
 
 def _check_schemes(upstream: UpstreamSettings, at: Where) -> None:
     """A `grpc://` endpoint is for the protocol that speaks it, and the other way round."""
+    if upstream.protocol == "kserve_v2_grpc":
+        _check_extra(at("protocol"))
     for url in upstream.endpoints:
         if url.startswith(("http://", "https://")) and upstream.protocol == "kserve_v2_grpc":
             scheme = "grpcs" if url.startswith("https") else "grpc"

@@ -63,7 +63,10 @@ class GatewaySettings(Section, frozen=True):
     ] = []
     grpc_port: Annotated[
         Port | None,
-        doc("port for gRPC; by default there is none; 0 picks a free one; several processes share it"),
+        doc(
+            "port for gRPC, which needs `carpool[grpc]`; by default there is none; 0 picks a free one; several "
+            "processes share it"
+        ),
     ] = None
     request_ids: Annotated[
         Literal["counted", "uuid"],

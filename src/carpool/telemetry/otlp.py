@@ -7,16 +7,7 @@ many spans have in common (a name, a set of attributes) is packed once and used 
 from collections.abc import Iterable, Sequence
 from struct import Struct
 
-from carpool.core.protobuf import (
-    BadMessageError,
-    as_message,
-    as_number,
-    double_field,
-    field,
-    fields,
-    number_field,
-    varint,
-)
+from carpool.core.protobuf import BadMessageError, double_field, field, fields, number_field, read_varint, varint
 from carpool.core.trace import SAMPLED, Trace
 
 INTERNAL, SERVER, CLIENT, CONSUMER = 1, 2, 3, 5
@@ -111,11 +102,15 @@ def rejected_spans(body: bytes) -> int:
     What cannot be read says nothing.
     """
     try:
-        for number, value in fields(body):
-            if number == 1:  # partial_success
-                for inner, count in fields(as_message(value)):
-                    if inner == 1:
-                        return max(0, as_number(count))  # it may be negative, by mistake
+        for number, partial_success, _ in fields(memoryview(body)):
+            if number != 1 or partial_success is None:
+                continue
+            start = 0
+            for _, _, end in fields(partial_success):
+                if partial_success[start] == 0x08:  # rejected_spans = 1, a varint
+                    rejected, _ = read_varint(partial_success, start + 1)
+                    return rejected if rejected < 1 << 63 else 0  # it may be negative, by mistake
+                start = end
     except BadMessageError:
         pass
     return 0

@@ -106,8 +106,8 @@ def metrics_table() -> str:
 
 def messages_page(_: str) -> str:
     """docs/inference.proto: the one in the package."""
-    proto = files("carpool.face.grpc").joinpath("protos/carpool/v1/inference.proto").read_text(encoding="utf-8")
-    return "// Written by `make docs` from src/carpool/face/grpc/protos; changes made here are lost.\n" + proto
+    proto = files("carpool.core").joinpath("protos/carpool/v1/inference.proto").read_text(encoding="utf-8")
+    return "// Written by `make docs` from src/carpool/core/protos; changes made here are lost.\n" + proto
 
 
 def _behind_the_mark(tables: Callable[[], str]) -> Callable[[str], str]:

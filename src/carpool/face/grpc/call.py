@@ -1,19 +1,21 @@
 """One call, as services see it: who calls, what came with it, its messages, and how it is refused.
 
-A service answers with the bytes of a message, or with an error of the tree, which it may return as well as raise: an
+A service answers with a message, or its bytes, or with an error of the tree, which it may return as well as raise: an
 error object that many calls share is never raised.
 """
 
 import asyncio
 from collections.abc import Awaitable, Callable, Generator, Mapping
 from functools import lru_cache, partial
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 from urllib.parse import unquote
 
 from carpool.core.errors import CarpoolError, Draining, Malformed, ReceiveTimeout
-from carpool.core.ports import Caller, LimitVerdict, Peer, RequestTraces
+from carpool.core.messages import Message
+from carpool.core.ports import NO_OPTIONS, Caller, LimitVerdict, Peer, RequestOptions, RequestTraces
 from carpool.core.timers import TURN_S, SharedTurns
 from carpool.face.grpc.slow import SlowCalls
+from carpool.face.http.gateway import options_in
 from carpool.face.http.ids import request_id
 from carpool.face.http.state import LONG_BODY_BYTES
 from carpool.face.intake import Intake
@@ -26,7 +28,7 @@ NO_HEADERS: dict[bytes, bytes] = {}
 LINES_KEPT = 4096
 
 Metadata = tuple[tuple[str, str | bytes], ...]
-GrpcResult = bytes | CarpoolError
+GrpcResult: TypeAlias = bytes | Message | CarpoolError
 Told = TypeVar("Told")
 Made = TypeVar("Made")
 
@@ -115,10 +117,20 @@ class GrpcCall:
             self._interruption = why
             self._reader.cancel()
 
+    def caller(self, intake: Intake) -> Caller:
+        """Who calls; raises as `identify`."""
+        return self.peer.caller or intake.identify(self.headers, self.peer)
+
     def remaining_s(self) -> float | None:
         """Seconds until the deadline of the call; None if it has none."""
         remaining: float | None = self.context.time_remaining()
         return remaining
+
+    def options(self, *timeouts_s: float | None) -> RequestOptions:
+        """How its requests are to be treated: by the soonest of these deadlines, and by its metadata."""
+        options = options_in(self.headers, {}) if b"cache-control" in self.headers else NO_OPTIONS
+        timeout_s = min((each for each in timeouts_s if each is not None), default=None)
+        return options if timeout_s is None else RequestOptions(timeout_s, options.no_store, options.no_cache)
 
     def tell_limit(self, lines: bytes) -> None:
         """Send the caller the state of its rate limit as trailing metadata, whatever the answer is."""
@@ -170,19 +182,19 @@ class Service(Protocol):
         ...
 
 
-async def enter(intake: Intake, call: GrpcCall) -> Caller | CarpoolError:
-    """The caller, if it is within its rate limit; else the refusal. Raises as `identify`."""
-    caller = call.peer.caller or intake.identify(call.headers, call.peer)
-    if caller.limit is not None:
-        entry = intake.enter(caller)
-        if entry is None:
-            known: asyncio.Future[LimitVerdict] = asyncio.get_running_loop().create_future()
-            intake.when_known(caller, partial(tell, known))
-            entry = await known
-        if isinstance(entry, CarpoolError):
-            return entry
-        call.tell_limit(entry)
-    return caller
+async def enter(intake: Intake, call: GrpcCall, caller: Caller, cost: int = 1) -> CarpoolError | None:
+    """The refusal, if a call that counts as so many is beyond its caller's rate limit."""
+    if caller.limit is None:
+        return None
+    entry = intake.enter(caller) if cost == 1 else intake.enter_many(caller, cost)
+    if entry is None:
+        known: asyncio.Future[LimitVerdict] = asyncio.get_running_loop().create_future()
+        intake.when_known(caller, partial(tell, known), cost)
+        entry = await known
+    if isinstance(entry, CarpoolError):
+        return entry
+    call.tell_limit(entry)
+    return None
 
 
 def tell(waiting: "asyncio.Future[Told]", told: Told) -> None:

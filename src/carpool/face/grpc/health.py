@@ -2,21 +2,22 @@
 
 No credential is asked for, so the readiness, which tries the endpoints, is checked at most once a second for all
 callers together, and only while a client checks or watches.
+
+grpcio-health-checking is not used: its servicer holds a lock while it writes to a watcher, so that one client that does
+not read would keep the status from changing for all of them, also at a drain.
 """
 
 import asyncio
 from collections.abc import Callable, Collection, Mapping
 
 from carpool.core.clock import Clock, monotonic
-from carpool.core.errors import CarpoolError, NotFound
-from carpool.core.protobuf import BadMessageError, as_text, fields, number_field
-from carpool.core.timers import Every
+from carpool.core.errors import NotFound
+from carpool.core.messages import health_v1
 from carpool.face.grpc.call import GrpcCall, GrpcResult, Method
-from carpool.face.grpc.messages import FIELDS_MAX, malformed
+from carpool.face.grpc.messages import parse
 from carpool.face.http.places import Places
 from carpool.face.intake import as_error
 
-SERVING, NOT_SERVING, SERVICE_UNKNOWN = (number_field(1, status) for status in (1, 2, 3))
 LOOK_S = 1.0
 
 # Calls the given function with the reason why this process is not ready, or with None.
@@ -35,104 +36,74 @@ class Health:
         self._services = frozenset((*services, self.name, ""))
         self._places = places
         self._clock = clock
-        self._status = NOT_SERVING
+        self._status = "NOT_SERVING"
         self._known_until = 0.0
-        self._is_asking = False
+        # Set when the readiness that is being checked is known; None while it is not being checked.
+        self._looking: asyncio.Future[None] | None = None
         # The process drains; and it has stopped listening.
         self._is_leaving = self._is_draining = False
-        # Calls that wait for the status, and watches that wait for a change.
-        self._askers: list[asyncio.Future[bytes]] = []
-        self._watchers: set[asyncio.Future[bytes]] = set()
-        self._looks = Every(LOOK_S, self._look)
+        # Set, and replaced, when one of these two changes.
+        self._change = asyncio.Event()
         self.methods: Mapping[str, Method] = {"Check": Method(self.check), "Watch": Method(self.watch, is_stream=True)}
 
     async def check(self, call: GrpcCall) -> GrpcResult:
         """The status now."""
-        if service_in(await call.read()) not in self._services:
+        if parse(health_v1.HealthCheckRequest, await call.read()).service not in self._services:
             raise NotFound("there is no such service here")
-        return await self._now()
+        return health_v1.HealthCheckResponse(status=await self._now())
 
-    async def watch(self, call: GrpcCall) -> CarpoolError | None:
+    async def watch(self, call: GrpcCall) -> None:
         """The status now, and each time that it changes; ends when the server stops listening."""
-        if (refusal := self._places.refusal(call.peer.address)) is not None:
-            return refusal
-        try:
+        with self._places.held_by(call.peer.address):
             await self._watch(call)
-        finally:
-            self._places.give_back(call.peer.address)
-        return None
 
     async def _watch(self, call: GrpcCall) -> None:
-        is_known = service_in(await call.read()) in self._services
-        last = b""
-        while not self._is_draining:
-            status = await self._now() if is_known else SERVICE_UNKNOWN
+        is_known = parse(health_v1.HealthCheckRequest, await call.read()).service in self._services
+        last = ""
+        while True:
+            change = self._change
+            status = await self._now() if is_known else "SERVICE_UNKNOWN"
             if status != last:
-                await call.write(status)
+                await call.write(health_v1.HealthCheckResponse(status=status).SerializeToString())
                 last = status
-            else:
-                await self._change()
-        if last != NOT_SERVING and is_known:
-            await call.write(NOT_SERVING)
+            if self._is_draining and (last == self._status or not is_known):
+                return
+            try:
+                async with asyncio.timeout(LOOK_S):
+                    await change.wait()
+            except TimeoutError:
+                pass
 
     def leave(self) -> None:
         """This process does not serve any more, whatever its endpoints do."""
         self._is_leaving = True
         self._told("draining")
+        self._change.set()
+        self._change = asyncio.Event()
 
     def drain(self) -> None:
         """End all watches."""
         self._is_draining = True
         self.leave()
-        self._looks.stop()
 
-    async def _now(self) -> bytes:
-        if self._clock() >= self._known_until and not self._is_leaving:
-            waiting: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-            self._askers.append(waiting)
-            if not self._is_asking:
+    async def _now(self) -> str:
+        while self._clock() >= self._known_until and not self._is_leaving:
+            if self._looking is None:
+                self._looking = asyncio.get_running_loop().create_future()
                 self._look()
-            return await waiting
+            if self._looking is not None:
+                await asyncio.shield(self._looking)
         return self._status
 
-    async def _change(self) -> None:
-        """Wait until the status may have changed."""
-        waiting: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        self._watchers.add(waiting)
-        self._looks.start()
-        try:
-            await waiting
-        finally:
-            self._watchers.discard(waiting)
-            if not self._watchers:
-                self._looks.stop()
-
     def _look(self) -> None:
-        if not self._is_asking:
-            self._is_asking = True
-            try:
-                self._check_ready(self._told)
-            except Exception as failure:  # no call may wait for ever
-                self._told(as_error(failure).detail)
+        try:
+            self._check_ready(self._told)
+        except Exception as failure:  # no call may wait for ever
+            self._told(as_error(failure).detail)
 
     def _told(self, why_not: str | None) -> None:
-        self._is_asking = False
-        status = SERVING if why_not is None and not self._is_leaving else NOT_SERVING
-        is_new, self._status = status != self._status, status
+        self._status = "SERVING" if why_not is None and not self._is_leaving else "NOT_SERVING"
         self._known_until = self._clock() + LOOK_S
-        askers, self._askers = self._askers, []
-        for waiting in (*askers, *(self._watchers if is_new or self._is_draining else ())):
-            if not waiting.done():
-                waiting.set_result(status)
-
-
-def service_in(message: bytes) -> str:
-    """The service of a HealthCheckRequest; raises Malformed."""
-    service = ""
-    try:
-        for number, value in fields(message, FIELDS_MAX):
-            if number == 1:
-                service = as_text(value)
-    except BadMessageError as fault:
-        raise malformed(fault) from None
-    return service
+        looking, self._looking = self._looking, None
+        if looking is not None and not looking.done():
+            looking.set_result(None)

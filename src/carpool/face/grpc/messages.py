@@ -1,139 +1,98 @@
-"""The messages of `carpool.v1.Inference` (protos/carpool/v1/inference.proto) in protobuf's wire format. Pure.
+"""The messages of `carpool.v1.Inference` (core/protos/carpool/v1/inference.proto), and the statuses of calls. Pure."""
 
-What is read has limits: a message with too many fields, or too many requests, is Malformed before much of it was read.
-"""
-
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import msgspec
 
 from carpool.core.errors import GRPC_STATUS, CarpoolError, Malformed, RateLimited, all_errors
+from carpool.core.messages import DecodeError, carpool_v1, google_rpc
 from carpool.core.outcome import CallFacts, Output
 from carpool.core.problem import TYPE_PREFIX, Problem
-from carpool.core.protobuf import (
-    BadMessageError,
-    Message,
-    as_bytes,
-    as_message,
-    as_number,
-    as_text,
-    double_field,
-    field,
-    fields,
-    number_field,
-    varint,
-)
+from carpool.core.protobuf import BadMessageError, cut_out, fields, start_of_field
 from carpool.core.request import Request
 from carpool.core.task import StoredTask
 from carpool.core.tensors import Data, shown
+from carpool.face.http.state import LONG_BODY_BYTES
 from carpool.face.octets import Octets
 
-# A request has six fields; a client that is newer than this gateway may send more.
-FIELDS_MAX = 32
 # Requests, and ids to cancel, in one message of a stream.
 STREAMED_MAX = 1024
 ID_BYTES_MAX = 128
 # Of an error's text, which is in a status twice, with three bytes for one beyond ASCII: clients take 8 KB of trailers.
 TEXT_BYTES_MAX = 1024
-_NOTHING: Message = b""
-_TASK_STATUS = {"PENDING": 1, "SUCCESS": 2, "FAILED": 3}
 
+
+_INPUTS = {
+    carpool_v1.PredictRequest.INPUT_DATA_FIELD_NUMBER: "input_data",
+    carpool_v1.PredictRequest.INPUT_JSON_FIELD_NUMBER: "input_json",
+}
+_OUTPUT = carpool_v1.PredictResponse.OUTPUT_FIELD_NUMBER
 _read_problem = msgspec.json.Decoder(Problem).decode
 
 
-class PredictCall(msgspec.Struct, gc=False):
+def parse(kind: Any, message: bytes) -> Any:
+    """A message of this kind; raises Malformed."""
+    try:
+        return kind.FromString(message)
+    except DecodeError:
+        raise malformed("it is cut off, or a text in it is not valid UTF-8") from None
+
+
+def malformed(fault: object) -> Malformed:
+    """The error for bytes that are not the expected message."""
+    return Malformed(f"the message is not what this method takes: {fault}")
+
+
+class PredictCall(NamedTuple):
     """A PredictRequest."""
 
-    model: str = ""
-    # One of both: bytes, or a JSON value.
-    data: bytes | None = None
-    json: bytes | None = None
-    parameters: bytes = b""
-    client_id: str = ""
-    timeout_ms: int = 0
+    # Without its input, if that is long.
+    message: Any
+    # The field that its input is in, "input_data" or "input_json"; None if there is none.
+    kind: str | None
+    given: bytes
 
 
-def read_predict(message: Message) -> PredictCall:
-    """A PredictRequest; raises Malformed."""
-    call = PredictCall()
+def predict_call(message: Any) -> PredictCall:
+    """The call of a whole message."""
+    kind = message.WhichOneof("input")
+    return PredictCall(message, kind, message.input_data if kind == "input_data" else message.input_json.encode())
+
+
+def read_predict(data: bytes) -> PredictCall:
+    """The call in the bytes of a PredictRequest; raises Malformed. The input of a long one is copied once."""
+    if len(data) <= LONG_BODY_BYTES:
+        return predict_call(parse(carpool_v1.PredictRequest, data))
     try:
-        for number, value in fields(message, FIELDS_MAX):
-            if number == 1:
-                call.model = as_text(value)
-            elif number == 2:
-                call.data, call.json = as_bytes(value), None  # of a oneof the last counts
-            elif number == 3:
-                call.json, call.data = as_bytes(value), None
-            elif number == 4:
-                call.parameters = as_bytes(value)
-            elif number == 5:
-                call.client_id = as_text(value)
-            elif number == 6:
-                call.timeout_ms = as_number(value)
+        rest, found = cut_out(data, _INPUTS)
     except BadMessageError as fault:
         raise malformed(fault) from None
-    return call
+    message = parse(carpool_v1.PredictRequest, rest)
+    number, view = found[-1] if found else (0, b"")  # of a oneof the last counts
+    return PredictCall(message, _INPUTS.get(number), bytes(view))
 
 
-def read_submit(message: Message) -> tuple[PredictCall, str]:
-    """The PredictRequest of a SubmitRequest, and where its result is to be sent, or ""; raises Malformed."""
-    found, callback_url = _NOTHING, ""
-    try:
-        for number, value in fields(memoryview(message), FIELDS_MAX):
-            if number == 1:
-                found = as_message(value)
-            elif number == 2:
-                callback_url = as_text(value)
-    except BadMessageError as fault:
-        raise malformed(fault) from None
-    return read_predict(found), callback_url
-
-
-def read_stream(message: bytes) -> Generator[None, None, tuple[list[tuple[str, Message]], list[str]]]:
-    """A PredictStreamRequest: ids with their PredictRequests, still undecoded, and ids to cancel.
-
-    There may be many: it yields after each, so that other work can have a turn.
-    """
-    asked: list[tuple[str, Message]] = []
-    cancelled: list[str] = []
-    try:
-        for number, value in fields(memoryview(message), STREAMED_MAX):
-            if number == 1:
-                own_id, request = "", _NOTHING
-                for part, content in fields(as_message(value), FIELDS_MAX):
-                    if part == 1:
-                        own_id = as_text(content)
-                        if len(own_id.encode()) > ID_BYTES_MAX:
-                            raise BadMessageError(f"an id may have {ID_BYTES_MAX} bytes at most")
-                    elif part == 2:
-                        request = as_message(content)
-                asked.append((own_id, request))
-                yield
-            elif number == 2:
-                cancelled.append(as_text(value))
-    except BadMessageError as fault:
-        raise malformed(fault) from None
-    return asked, cancelled
-
-
-def read_get_result(message: bytes) -> tuple[str, int]:
-    """A GetResultRequest: the task's id, and milliseconds to wait; raises Malformed."""
-    task_id, wait_ms = "", 0
-    try:
-        for number, value in fields(message, FIELDS_MAX):
-            if number == 1:
-                task_id = as_text(value)
-            elif number == 2:
-                wait_ms = as_number(value)
-    except BadMessageError as fault:
-        raise malformed(fault) from None
-    return task_id, wait_ms
+def parse_stream(message: bytes) -> Any:
+    """A PredictStreamRequest; raises Malformed."""
+    if len(message) > LONG_BODY_BYTES:  # empty requests are 25 times as large when they are parsed: count them first
+        try:
+            for _ in fields(memoryview(message), STREAMED_MAX):
+                pass
+        except BadMessageError as fault:
+            raise malformed(fault) from None
+    asked = parse(carpool_v1.PredictStreamRequest, message)
+    if len(asked.requests) + len(asked.cancel) > STREAMED_MAX:
+        raise malformed(f"the message has more than {STREAMED_MAX} fields")
+    if any(len(request.id.encode()) > ID_BYTES_MAX for request in asked.requests):
+        raise malformed(f"an id may have {ID_BYTES_MAX} bytes at most")
+    return asked
 
 
 class PredictResponses:
     """Writes PredictResponses. What the members of a batch have in common is written once."""
 
-    def __init__(self, output_bytes: Mapping[str, Callable[[Data], Octets]] | None = None) -> None:
+    def __init__(self, output_bytes: Mapping[str, Callable[[Data], Octets]]) -> None:
         # By name, the models whose clients get bytes; the others' get JSON.
         self._output_bytes = output_bytes
         # The last call and its part of the metadata: the outcomes of one batch come one after the other.
@@ -141,95 +100,55 @@ class PredictResponses:
         self._call_part = b""
 
     def message(self, request: Request, output: Output) -> bytes:
-        """The PredictResponse of one request."""
-        if output.call is not self._call:
-            self._call = output.call
-            self._call_part = _call_part(request.model, output.call)
-        arrived = request.arrived
-        tokens = b"" if output.tokens_used is None else number_field(7, output.tokens_used)
-        metadata = double_field(1, (request.taken - arrived) * 1000.0) + tokens + self._call_part
+        """The PredictResponse of one request. Its output is put behind the rest, so that it is copied once."""
+        call, arrived = output.call, request.arrived
+        if call is not self._call:
+            facts = carpool_v1.Metadata(
+                upstream_ms=call.upstream_s * 1000.0,
+                batch_size=call.batch_size,
+                model=request.model,
+                model_version=call.model_version,
+                cached=call.cached,
+            )
+            self._call, self._call_part = call, facts.SerializeToString()
         octets_of = self._output_bytes.get(request.model) if self._output_bytes else None
         value = shown(output.value) if octets_of is None else octets_of(output.value).data
-        own_id = request.id.encode()
-        return b"".join(
-            (
-                b"\x0a",
-                varint(len(own_id)),
-                own_id,
-                b"\x12",
-                varint(len(value)),
-                value,
-                b"\x18",
-                varint(round((request.ended - arrived) * 1000.0)),
-                b"\x22",
-                varint(len(metadata)),
-                metadata,
-            )
-        )
+        response = carpool_v1.PredictResponse()
+        response.request_id = request.id
+        response.latency_ms = round((request.ended - arrived) * 1000.0)
+        metadata = response.metadata
+        metadata.MergeFromString(self._call_part)
+        metadata.queue_ms = (request.taken - arrived) * 1000.0
+        if output.tokens_used is not None:
+            metadata.tokens_used = output.tokens_used
+        return b"".join((response.SerializeToString(), start_of_field(_OUTPUT, len(value)), value))
 
 
-def _call_part(model: str, call: CallFacts) -> bytes:
-    """The Metadata that is the same for every member of a batch."""
-    part = double_field(2, call.upstream_s * 1000.0) + number_field(3, call.batch_size) + field(4, model.encode())
-    if call.model_version is not None:
-        part += field(5, call.model_version.encode())
-    return part + number_field(6, 1) if call.cached else part
+def fill_error(
+    told: Any, kind: type[CarpoolError], detail: str, request_id: str, retry_after_s: int | None = None
+) -> None:
+    """Fill an Error."""
+    told.code, told.status, told.detail = kind.code, GRPC_STATUS[kind.grpc_code], detail
+    told.retryable, told.request_id = kind.retryable, request_id
+    if retry_after_s is not None:
+        told.retry_after_ms = retry_after_s * 1000
 
 
-def error_message(error: CarpoolError, request_id: str) -> bytes:
-    """An Error."""
-    retry_ms = None if error.retry_after_s is None else error.retry_after_s * 1000
-    return _error(type(error), error.detail, request_id, retry_ms)
-
-
-def _error(kind: type[CarpoolError], detail: str, request_id: str, retry_ms: int | None = None) -> bytes:
-    message = field(1, kind.code.encode()) + number_field(2, GRPC_STATUS[kind.grpc_code]) + field(3, detail.encode())
-    if kind.retryable:
-        message += number_field(4, 1)
-    if retry_ms is not None:
-        message += number_field(5, retry_ms)
-    return message + field(6, request_id.encode())
-
-
-def streamed(own_id: str, response: bytes | None, error: bytes | None) -> bytes:
-    """One answer as a field of a PredictStreamResponse: a PredictResponse, or an Error."""
-    name = own_id.encode()
-    result = field(2, response) if response is not None else field(3, error or b"")
-    head = b"\x0a" + varint(len(name)) + name
-    return b"\x0a" + varint(len(head) + len(result)) + head + result
-
-
-def submitted(task_id: str) -> bytes:
-    """A SubmitResponse."""
-    return field(1, task_id.encode()) + number_field(2, _TASK_STATUS["PENDING"])
-
-
-def task_message(task: StoredTask) -> bytes:
+def task_message(task: StoredTask) -> Any:
     """A GetResultResponse."""
-    message = field(1, task.id.encode()) + number_field(2, _TASK_STATUS[task.status])
-    if task.output is not None:
-        message += field(3, task.output)
-    elif task.error is not None:
-        message += field(4, _error_of(task.error))
-    message += double_field(5, task.timestamp_wall)
+    message = carpool_v1.GetResultResponse(
+        task_id=task.id, status=f"TASK_STATUS_{task.status}", output=task.output, timestamp_s=task.timestamp_wall
+    )
+    if task.error is not None:
+        told = _read_problem(task.error)
+        code = told.type.removeprefix(TYPE_PREFIX)
+        kind = next((each for each in all_errors() if each.code == code), CarpoolError)  # other releases have others
+        fill_error(message.error, kind, told.detail, told.request_id)
     if task.queue is not None:
-        wait_ms = task.queue.estimated_wait_ms
-        place = number_field(1, task.queue.place)
-        message += field(6, place if wait_ms is None else place + number_field(2, wait_ms))
+        message.queue.place = task.queue.place
+        if task.queue.estimated_wait_ms is not None:
+            message.queue.estimated_wait_ms = task.queue.estimated_wait_ms
     return message
-
-
-def _error_of(problem: bytes) -> bytes:
-    """The Error that says what a problem object says."""
-    told = _read_problem(problem)
-    code = told.type.removeprefix(TYPE_PREFIX)
-    kind = next((each for each in all_errors() if each.code == code), CarpoolError)  # another release may have others
-    return _error(kind, told.detail, told.request_id)
-
-
-def malformed(fault: BadMessageError) -> Malformed:
-    """The error for bytes that are not the expected message."""
-    return Malformed(f"the message is not what this method takes: {fault}")
 
 
 def status_text(error: CarpoolError) -> str:
@@ -240,21 +159,19 @@ def status_text(error: CarpoolError) -> str:
 
 def status_message(error: CarpoolError, request_id: str) -> bytes:
     """A google.rpc.Status with its details, for `grpc-status-details-bin`."""
-    detail = status_text(error).encode()
-    facts = {"request_id": request_id}
+    text = status_text(error)
+    status = google_rpc.Status(code=GRPC_STATUS[error.grpc_code], message=text)
+    info = google_rpc.ErrorInfo(reason=error.code.replace("-", "_").upper(), domain="carpool")
+    info.metadata["request_id"] = request_id
     if error.predicted_wait_ms is not None:
-        facts["predicted_wait_ms"] = str(error.predicted_wait_ms)
-    info = field(1, error.code.replace("-", "_").upper().encode()) + field(2, b"carpool")
-    for name, text in facts.items():
-        info += field(3, field(1, name.encode()) + field(2, text.encode()))
-    details = [_detail("ErrorInfo", info)]
+        info.metadata["predicted_wait_ms"] = str(error.predicted_wait_ms)
+    details = [info]
     if error.retry_after_s is not None:
-        details.append(_detail("RetryInfo", field(1, number_field(1, error.retry_after_s))))
+        details.append(google_rpc.RetryInfo(retry_delay={"seconds": error.retry_after_s}))
     if isinstance(error, RateLimited):
-        details.append(_detail("QuotaFailure", field(1, field(1, b"owner") + field(2, detail))))
-    return number_field(1, GRPC_STATUS[error.grpc_code]) + field(2, detail) + b"".join(details)
-
-
-def _detail(name: str, content: bytes) -> bytes:
-    """A google.protobuf.Any."""
-    return field(3, field(1, f"type.googleapis.com/google.rpc.{name}".encode()) + field(2, content))
+        details.append(google_rpc.QuotaFailure(violations=[{"subject": "owner", "description": text}]))
+    for detail in details:
+        name = f"type.googleapis.com/{detail.DESCRIPTOR.full_name}"
+        status.details.add(type_url=name, value=detail.SerializeToString())
+    serialized: bytes = status.SerializeToString()
+    return serialized

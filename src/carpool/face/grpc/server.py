@@ -8,25 +8,23 @@ This module imports grpcio: only processes that serve gRPC import it.
 """
 
 import asyncio
-import os
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import msgspec
+import grpc
 
 from carpool.core.clock import Clock, monotonic
 from carpool.core.defaults import do_nothing, no
 from carpool.core.errors import GRPC_STATUS, CarpoolError, QueueFull, without_frames
+from carpool.core.messages import Message
 from carpool.core.ports import Peer
-from carpool.face.grpc.call import GrpcCall, Method, Problems, Service, address_of, metadata_of
+from carpool.face.grpc.call import GrpcCall, Problems, Service, address_of, metadata_of
 from carpool.face.grpc.messages import status_message, status_text
 from carpool.face.grpc.slow import SlowCalls
+from carpool.face.http.state import HttpLimits
 from carpool.face.intake import as_error
 
-# grpcio's own log is for its developers. It reads this variable once, when it is imported.
-os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-import grpc
-
+CALLS_MAX = 16384
 PEERS_KEPT_MAX = 4096
 # What a message may have beside the input that it carries.
 ENVELOPE_BYTES = 65536
@@ -37,20 +35,6 @@ CLIENT_PINGS_MS = 10_000
 # Longer than any drain: `finish` says when it is over.
 DRAIN_S_MAX = 86400.0
 _CODES = {name: grpc.StatusCode[name] for name in GRPC_STATUS}
-
-
-class GrpcLimits(msgspec.Struct, frozen=True):
-    """What is taken from a client. A gateway passes those that are settings, or are the same as over HTTP."""
-
-    body_bytes_max: int = 1024 * 1024
-    header_bytes_max: int = 16384
-    # Calls at once, streams included: each may hold a body that is partly received.
-    calls_max: int = 10_000
-    connections_max: int = 10_000
-    receive_timeout_s: float = 10.0
-    idle_timeout_s: float = 75.0
-    write_timeout_s: float = 10.0
-    unread_bytes_max: int = 256 * 1024 * 1024
 
 
 class Pems(NamedTuple):
@@ -66,10 +50,11 @@ class GrpcServer:
     def __init__(
         self,
         services: Sequence[Service],
-        limits: GrpcLimits,
+        limits: HttpLimits,
         problems: Problems,
         clock: Clock = monotonic,
         *,
+        calls_max: int = CALLS_MAX,
         when_draining: Callable[[], None] = do_nothing,
         # Whether the peer with this address is a proxy, over whose connections many clients come.
         is_proxy: Callable[[str], bool] = no,
@@ -77,6 +62,7 @@ class GrpcServer:
         self.services = services
         self._when_draining = when_draining
         self._limits = limits
+        self._calls_max = calls_max
         self._problems = problems
         self._clock = clock
         self._server: Any = None
@@ -100,16 +86,13 @@ class GrpcServer:
 
     async def start(self, host: str, port: int, tls: Pems | None = None, *, is_shared: bool = False) -> None:
         """Listen, together with other processes if `is_shared`; raises OSError."""
-        handlers: dict[str, Any] = {}
-        for service in self.services:
-            for name, method in service.methods.items():
-                path = f"/{service.name}/{name}"
-                # A unary call looks the same on the wire, and this way we are called before its message is there.
-                kind = (
-                    grpc.stream_stream_rpc_method_handler if method.is_stream else grpc.stream_unary_rpc_method_handler
-                )
-                handlers[path] = kind(self._served(path, method))
-        server = grpc.aio.server(handlers=[_Handlers(handlers)], options=self._options(is_shared))
+        handlers = [
+            grpc.method_handlers_generic_handler(
+                service.name, {name: self._handler(service, name) for name in service.methods}
+            )
+            for service in self.services
+        ]
+        server = grpc.aio.server(handlers=handlers, options=self._options(is_shared))
         address = f"[{host}]:{port}" if ":" in host else f"{host or '[::]'}:{port}"
         try:
             if tls is None:
@@ -168,20 +151,23 @@ class GrpcServer:
             ("grpc.compression_enabled_algorithms_bitset", 1),
         ]
 
-    def _served(self, path: str, method: Method) -> Callable[[Any, Any], Awaitable[bytes | None]]:
+    def _handler(self, service: Service, name: str) -> Any:
         """A method as grpcio calls it (rule 1)."""
+        path, method = f"/{service.name}/{name}", service.methods[name]
         handle = method.handle
 
         async def serve(_: Any, context: Any) -> bytes | None:
             peer_name: str = context.peer()
             call = GrpcCall(context, path, peer_name, self._peer(peer_name), self.slow)
-            answer: bytes | CarpoolError | None
-            if self.calls >= self._limits.calls_max:
+            answer: bytes | Message | CarpoolError | None
+            if self.calls >= self._calls_max:
                 await self._refuse(call, QueueFull("too many calls at once; try again soon", retry_after_s=1))
                 return None
             self.calls += 1
             try:
                 answer = await handle(call)
+                if isinstance(answer, Message):
+                    answer = answer.SerializeToString()
             except grpc.aio.BaseError:
                 return None  # the call has ended meanwhile; of what is raised grpcio would write a line for each
             except Exception as failure:
@@ -195,7 +181,9 @@ class GrpcServer:
                 return answer
             return None
 
-        return serve
+        # A unary call looks the same on the wire, and this way we are called before its message is there.
+        unary, stream = grpc.stream_unary_rpc_method_handler, grpc.stream_stream_rpc_method_handler
+        return stream(serve) if method.is_stream else unary(serve)
 
     async def _refuse(self, call: GrpcCall, error: CarpoolError) -> None:
         """End a call with an error.
@@ -218,14 +206,3 @@ class GrpcServer:
                 self._peers.clear()
             peer = self._peers[name] = Peer(address_of(name))
         return peer
-
-
-class _Handlers:
-    """Finds the handler of a call for grpcio."""
-
-    def __init__(self, by_path: Mapping[str, Any]) -> None:
-        self._by_path = by_path
-
-    def service(self, details: Any) -> Any:
-        """The handler of a method; None if there is none."""
-        return self._by_path.get(details.method)

@@ -14,17 +14,18 @@ A read is never cancelled: grpcio would lose what came. The end of the call ends
 """
 
 import asyncio
-from collections.abc import Coroutine, Generator, Sequence
+from collections.abc import Generator, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from carpool.core.errors import CarpoolError, ClientLeft, Malformed, QueueFull
+from carpool.core.messages import carpool_v1
 from carpool.core.outcome import Outcome, Output
 from carpool.core.ports import Caller, LimitVerdict
-from carpool.core.protobuf import Message
+from carpool.core.protobuf import field
 from carpool.core.request import DONE, Request
-from carpool.face.grpc.call import GrpcCall, in_turns, leaving
-from carpool.face.grpc.messages import PredictResponses, error_message, read_predict, read_stream, streamed
+from carpool.face.grpc.call import GrpcCall, in_a_turn, in_turns, leaving
+from carpool.face.grpc.messages import fill_error, parse_stream, predict_call
 from carpool.face.http.places import Places
 from carpool.face.intake import as_error, new_request_id
 
@@ -47,7 +48,6 @@ class GrpcStreams:
         # Answers that wait to be written, over all streams.
         self.unread_bytes = 0
         self._open: set[GrpcStream] = set()
-        self._readers: set[asyncio.Task[None]] = set()
         self._is_draining = False
         self.turns = service.intake.turns
 
@@ -56,22 +56,14 @@ class GrpcStreams:
         if self._is_draining:
             return leaving()
         stream = GrpcStream(self, call)
-        owner = stream.caller().owner  # raises for an unknown caller, which gets no stream
-        if (refusal := self._places.refusal(owner)) is not None:
-            return refusal
-        self._open.add(stream)
-        try:
-            return await stream.run()
-        finally:
-            self._places.give_back(owner)
-            self._open.discard(stream)
-            stream.close()
-
-    def start(self, reading: Coroutine[Any, Any, None]) -> None:
-        """Let a stream read, which ends with its call."""
-        task = asyncio.get_running_loop().create_task(reading)
-        self._readers.add(task)
-        task.add_done_callback(self._readers.discard)
+        owner = call.caller(stream.intake).owner  # raises for an unknown caller, which gets no stream
+        with self._places.held_by(owner):
+            self._open.add(stream)
+            try:
+                return await stream.run()
+            finally:
+                self._open.discard(stream)
+                stream.close()
 
     def drain(self) -> None:
         """Take nothing new (rule 6)."""
@@ -89,9 +81,8 @@ class GrpcStream:
     def __init__(self, streams: GrpcStreams, call: GrpcCall) -> None:
         self._streams = streams
         self._service = streams.service
-        self._intake = streams.service.intake
+        self.intake = streams.service.intake
         self._call = call
-        self._answers = PredictResponses(streams.service.output_bytes)
         # By the client's ids: those that wait for an outcome, or for word of their rate limit (None).
         self._asked: dict[str, Request | None] = {}
         # What there is to write, and how many bytes that is; and how many answers are being written now.
@@ -102,41 +93,43 @@ class GrpcStream:
         self._is_ended = self._is_broken = False
         self._end: CarpoolError | None = None
         # The writer waits for answers, the reader for room.
-        self._wake: asyncio.Future[None] | None = None
-        self._room: asyncio.Future[None] | None = None
+        self._wake, self._room = asyncio.Event(), asyncio.Event()
+        # It ends with the call.
+        self._reader: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
         return f"<GrpcStream asked={len(self._asked)} ready={len(self._ready)} {'ended' if self._is_ended else 'open'}>"
 
     async def run(self) -> CarpoolError | None:
         """Write answers until the last one; returns how the stream ends."""
-        self._streams.start(self._read())
+        self._reader = asyncio.get_running_loop().create_task(self._read())
         while True:
             if self._ready:
                 await self._call.write(self._next_message(), self._give_up)
                 self._written = 0
-                notify(self._room)
+                self._room.set()
             elif self._is_broken or (self._is_ended and not self._asked):
                 return self._end
             else:
-                self._wake = asyncio.get_running_loop().create_future()
-                await self._wake
+                self._wake.clear()
+                await self._wake.wait()
 
     def end(self, why: CarpoolError | None, *, at_once: bool) -> None:
         """Read no more; with `at_once`, wait for no more outcomes either."""
         if not self._is_broken and (at_once or not self._is_ended):
             self._is_ended, self._is_broken, self._end = True, at_once, why
-            notify(self._wake)
+            self._wake.set()
 
     def close(self) -> None:
         """The call is over: drop what is unwritten and cancel the open requests (rule 4)."""
         self._is_ended = self._is_broken = True
-        notify(self._room)
-        self._drop_ready()
+        self._room.set()
+        self._streams.unread_bytes -= self._ready_bytes
+        self._ready, self._ready_bytes = [], 0
         asked, self._asked = self._asked, {}
         for request in asked.values():
             if request is not None:
-                self._intake.cancel(request)
+                self.intake.cancel(request)
 
     def settled(self, request: Request, outcome: Outcome) -> None:
         """Take the outcome of a request."""
@@ -146,7 +139,8 @@ class GrpcStream:
             return  # the stream has ended
         try:
             if isinstance(outcome, Output):
-                self._add(streamed(own_id, self._answers.message(request, outcome), None))
+                response = self._service.answers.message(request, outcome)
+                self._add(field(1, field(1, own_id.encode()) + field(2, response)))  # a PredictStreamResponse with one
             else:
                 self._add_error(own_id, outcome, request.id, came_in=asked is not None)
         except Exception as failure:
@@ -163,8 +157,8 @@ class GrpcStream:
                     await self._take(message)
                     del message
                     while self._is_full() and not self._is_ended:
-                        self._room = asyncio.get_running_loop().create_future()
-                        await self._room
+                        self._room.clear()
+                        await self._room.wait()
         except CarpoolError as error:
             self.end(error, at_once=True)
         except Exception as failure:
@@ -175,37 +169,33 @@ class GrpcStream:
         """Whether the client has to take answers first (rule 2)."""
         return len(self._asked) + len(self._ready) + self._written >= OPEN_MAX or self._ready_bytes >= UNREAD_BYTES_MAX
 
-    def caller(self) -> Caller:
-        """The caller, identified anew with each message: a credential may expire before the stream ends."""
-        return self._call.peer.caller or self._intake.identify(self._call.headers, self._call.peer)
-
     async def _take(self, message: bytes) -> None:
-        caller = self.caller()
-        asked, cancelled = await in_turns(self._streams.turns, read_stream(message))
+        caller = self._call.caller(self.intake)  # with each message: a credential may expire before the stream ends
+        asked = await in_a_turn(self._streams.turns, message, partial(parse_stream, message))
         if self._is_ended:
             return
-        for own_id, _ in asked:
-            if own_id in self._asked:
+        for each in asked.requests:
+            if each.id in self._asked:
                 raise Malformed("an id is in flight already; give each request one of its own")
-            self._asked[own_id] = None  # from now on the stream waits for it, also at a drain
-        await in_turns(self._streams.turns, self._ask_each(caller, asked))
-        for own_id in cancelled:
+            self._asked[each.id] = None  # from now on the stream waits for it, also at a drain
+        await in_turns(self._streams.turns, self._ask_each(caller, asked.requests))
+        for own_id in asked.cancel:
             if (taken_back := self._asked.get(own_id)) is not None:
-                self._intake.cancel(taken_back)
+                self.intake.cancel(taken_back)
 
-    def _ask_each(self, caller: Caller, asked: Sequence[tuple[str, Message]]) -> Generator[None, None, None]:
-        for own_id, request in asked:
+    def _ask_each(self, caller: Caller, asked: Iterable[Any]) -> Generator[None, None, None]:
+        for each in asked:
             if self._is_broken:
                 return
             if caller.limit is None:
-                self._ask(own_id, caller, request)
-            elif (entry := self._intake.enter(caller)) is None:
-                self._intake.when_known(caller, partial(self._known, own_id, caller, bytes(request)))
+                self._ask(each.id, caller, each.request)
+            elif (entry := self.intake.enter(caller)) is None:
+                self.intake.when_known(caller, partial(self._known, each.id, caller, each.request))
             else:
-                self._known(own_id, caller, request, entry)
+                self._known(each.id, caller, each.request, entry)
             yield
 
-    def _known(self, own_id: str, caller: Caller, request: Message, entry: LimitVerdict) -> None:
+    def _known(self, own_id: str, caller: Caller, request: Any, entry: LimitVerdict) -> None:
         """The rate limit has let a request in, or refused it."""
         if own_id not in self._asked:
             return  # the stream has ended
@@ -214,11 +204,10 @@ class GrpcStream:
         else:
             self._ask(own_id, caller, request)
 
-    def _ask(self, own_id: str, caller: Caller, message: Message) -> None:
+    def _ask(self, own_id: str, caller: Caller, asked: Any) -> None:
         request_id = new_request_id()
         try:
-            asked = read_predict(message)
-            request = self._service.ask(caller, self._call, asked, request_id, self, own_id)
+            request = self._service.ask(caller, self._call, predict_call(asked), request_id, self, own_id)
         except Exception as failure:  # whatever it is, the other requests of this stream go on
             self._refuse(own_id, as_error(failure), request_id)
             return
@@ -232,7 +221,10 @@ class GrpcStream:
     def _add_error(self, own_id: str, error: CarpoolError, request_id: str, *, came_in: bool = True) -> None:
         if not isinstance(error, ClientLeft):
             self._service.problems.note(self._call, error, came_in=came_in)
-        self._add(streamed(own_id, None, error_message(error, request_id)))
+        message = carpool_v1.PredictStreamResponse()
+        told = message.responses.add(id=own_id).error
+        fill_error(told, type(error), error.detail, request_id, error.retry_after_s)
+        self._add(message.SerializeToString())
 
     def _add(self, answer: bytes) -> None:
         if self._is_broken:
@@ -243,17 +235,13 @@ class GrpcStream:
         streams.unread_bytes += len(answer)
         if streams.unread_bytes > streams.unread_bytes_max and self._ready_bytes > UNREAD_BYTES_MAX:
             self._give_up()  # its connection is ended soon, if it does not begin to read
-        notify(self._wake)
+        self._wake.set()
 
     def _give_up(self) -> None:
         """The client does not read: drop its answers, and end the stream with an error that it gets if it reads on."""
         if not self._is_broken:
             self._end = QueueFull("answers were left unread; read them sooner, or ask for less", retry_after_s=1)
             self.close()
-
-    def _drop_ready(self) -> None:
-        self._streams.unread_bytes -= self._ready_bytes
-        self._ready, self._ready_bytes = [], 0
 
     def _next_message(self) -> bytes:
         """As many answers as go into one PredictStreamResponse."""
@@ -270,9 +258,3 @@ class GrpcStream:
         self._streams.unread_bytes -= len(message)
         self._written = count
         return message
-
-
-def notify(waiting: "asyncio.Future[None] | None") -> None:
-    """Wake the task that waits for this future, if one does."""
-    if waiting is not None and not waiting.done():
-        waiting.set_result(None)

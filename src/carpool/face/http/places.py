@@ -1,6 +1,8 @@
 """How many streams may be open at once: in this process, and of each owner. Pure."""
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from carpool.core.errors import CarpoolError, QueueFull, RateLimited
 
@@ -28,6 +30,16 @@ class Places:
         self.taken += 1
         self._by_owner[owner] += 1
         return None
+
+    @contextmanager
+    def held_by(self, owner: str) -> Iterator[None]:
+        """Have a place for this owner until the block ends; raises why there is none."""
+        if (refusal := self.refusal(owner)) is not None:
+            raise refusal
+        try:
+            yield
+        finally:
+            self.give_back(owner)
 
     def give_back(self, owner: str) -> None:
         """A stream of this owner has ended."""

@@ -5,7 +5,6 @@ from carpool.upstream.codecs.base import Codec, ProtocolFaultError
 from carpool.upstream.codecs.json import JsonCodec
 from carpool.upstream.codecs.kserve_v1 import KServeV1Codec
 from carpool.upstream.codecs.kserve_v2 import KServeV2Codec, TensorCodec
-from carpool.upstream.codecs.kserve_v2_grpc import KServeV2GrpcCodec
 from carpool.upstream.codecs.openai_completions import OpenAiCompletionsCodec
 from carpool.upstream.codecs.openai_embeddings import OpenAiEmbeddingsCodec
 from carpool.upstream.codecs.tei_embed import TeiEmbedCodec
@@ -16,7 +15,6 @@ __all__ = [
     "JsonCodec",
     "KServeV1Codec",
     "KServeV2Codec",
-    "KServeV2GrpcCodec",
     "OpenAiCompletionsCodec",
     "OpenAiEmbeddingsCodec",
     "ProtocolFaultError",
@@ -55,6 +53,8 @@ def make_codec(
         case "kserve_v2":
             return KServeV2Codec(tensors, model_version)
         case "kserve_v2_grpc":
+            from carpool.upstream.codecs.kserve_v2_grpc import KServeV2GrpcCodec  # here: it needs `carpool[grpc]`
+
             return KServeV2GrpcCodec(tensors, model_version)
         case "openai_embeddings":
             return OpenAiEmbeddingsCodec()
