@@ -492,7 +492,6 @@ class TestEndpoints:
     @pytest.mark.parametrize(
         ("toml", "where"),
         [
-            ("[gateway]\ngrpc = true", "gateway.grpc (carpool.toml)"),
             ("[gateway]\ngrpc_port = 0", "gateway.grpc_port (carpool.toml)"),
             ("[upstream]\nendpoints = ['grpc://a:1']\nprotocol = 'kserve_v2_grpc'", "upstream.protocol (carpool.toml)"),
         ],
