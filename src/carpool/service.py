@@ -30,7 +30,7 @@ from carpool.upstream.fleet import Address, Endpoints, Fleet, MakeEndpoint
 from carpool.upstream.grpc_endpoint import GrpcEndpoint
 from carpool.upstream.health import BREAKERS, STATES, HasPages, HealthWatch, breaker_shown, state_of
 from carpool.upstream.load import parse_load_source
-from carpool.upstream.pool import AskHealth, EndpointState, Pool
+from carpool.upstream.pool import DOUBT_MAX, AskHealth, EndpointState, Pool
 from carpool.upstream.quarantine import Quarantine
 from carpool.upstream.same import merge_same
 from carpool.upstream.scheduler import Scheduler
@@ -62,6 +62,8 @@ QUARANTINED_SHOWN_MAX = 64
 PROVE_S = 1.0
 # Over Redis: how much of quarantined owners may wait in a batcher, in batches.
 APART_BATCHES_MAX = 2
+# So many requests at a time are taken for endpoints that failed the last batches, where other batchers have one that works.
+IN_DOUBT_BATCH = 4
 
 # Looks at a request before it is admitted; raises an error of the tree.
 Prepare = Callable[[Request], None]
@@ -307,8 +309,12 @@ class ModelService(ModelFace):
         return self._others is not None and self._others.are_well()
 
     def largest_batch(self) -> int:
-        """The most requests in a batch."""
-        return self.pool.batch_max(self.loop.max_batch)
+        """The most requests in a batch that should be taken from the queue."""
+        most = self.pool.batch_max(self.loop.max_batch)
+        # Two batches failed here, and went to other batchers after a call's time: the next ones are small.
+        if self.pool.is_in_doubt(DOUBT_MAX) and self.is_served_elsewhere():
+            return min(most, IN_DOUBT_BATCH)
+        return most
 
     def largest_batch_bytes(self) -> float:
         """The most bytes in a batch of several."""

@@ -437,9 +437,9 @@ class Pool:
         """Whether the endpoint answered a call well a short while ago, and is not in doubt."""
         return self._clock() - member.well_at <= WELL_S and member.doubt < IN_DOUBT_FROM
 
-    def is_in_doubt(self) -> bool:
-        """Whether every endpoint is closed to calls, or in doubt (rule 7)."""
-        return all(member.breaker.state != "closed" or member.doubt >= IN_DOUBT_FROM for member in self.members)
+    def is_in_doubt(self, least: float = IN_DOUBT_FROM) -> bool:
+        """Whether every endpoint is closed to calls, or so much in doubt (rule 7)."""
+        return all(member.breaker.state != "closed" or member.doubt >= least for member in self.members)
 
     def has_well(self, member: EndpointState) -> bool:
         """Whether another endpoint than this one is in use and known to be well."""

@@ -353,7 +353,8 @@ class Consumer:
         asked = [view for view in self._views if view.barren_until <= now and self._nodes.is_up(view.shard.slot)]
         unknown = [view for view in asked if view.heads is None]
         offers = [(view, heads) for view in asked if (heads := view.usable(budgets))]
-        # Claims and takes in turn: neither may hold up the other.
+        # What other batchers had is older than what waits, so it goes first; but claims that bring nothing may not hold
+        # up the others, and take turns with them.
         self._is_claims_turn = not self._is_claims_turn
         if (self._is_claims_turn or not (unknown or offers)) and (views := self._next_to_claim(budgets)):
             self._claim(views, budgets)
@@ -456,6 +457,8 @@ class Consumer:
         def claimed(view: ShardView, claims: Sequence[Claim], came: Done[Taken], taken: Taken | RedisFailure) -> None:
             if isinstance(taken, Taken):
                 view.suspects = taken.suspects
+                if taken.streams:
+                    self._is_claims_turn = False
                 if is_due_again(claims, for_all, welcome, taken):
                     self._claim_later(view)
             came(taken)
