@@ -62,7 +62,7 @@ QUARANTINED_SHOWN_MAX = 64
 PROVE_S = 1.0
 # Over Redis: how much of quarantined owners may wait in a batcher, in batches.
 APART_BATCHES_MAX = 2
-# So many requests at a time are taken for endpoints that failed the last batches, where other batchers have one that works.
+# So many requests at a time are taken where the last batches failed, and other batchers have an endpoint that works.
 IN_DOUBT_BATCH = 4
 
 # Looks at a request before it is admitted; raises an error of the tree.

@@ -28,6 +28,7 @@ from carpool.core.errors import (
     CarpoolError,
     ClientLeft,
     Draining,
+    GivenBack,
     InputRefused,
     InternalError,
     QueueFull,
@@ -706,6 +707,24 @@ class TestOrphansInAllShards:
         batcher.consumer.look_at_all()
         await batcher.until_staged(48)
         assert [lane.waiting for lane in batcher.broker.lanes("m")] == [48]
+
+    async def test_what_was_given_back_goes_before_what_came_later(self, halves: Halves) -> None:
+        """That of one shard came first, and new requests took the rest of the slot: some waited for seconds."""
+        gateway, sick = await halves.gateway(), await halves.batcher(b"sick", started=False, free=1, largest=64)
+        for turn in range(16):
+            gateway.submit(*(f"old {turn}-{number}" for number in range(4)))
+            await halves.until_entries(4 * (turn + 1))
+        sick.consumer.look_at_all()
+        await sick.until_staged(64)
+        gateway.submit(*(f"new {number}" for number in range(64)))
+        await halves.until_entries(128)
+        for request in sick.start_batch():
+            sick.broker.settle(request, GivenBack("another batcher serves it"))
+        await sick.until_confirmed()
+        batcher = await halves.batcher(started=False, free=1, largest=64)
+        batcher.consumer.look_at_all()
+        await batcher.until_staged(64)
+        assert {request.id.partition(" ")[0] for request in batcher.broker.waiting_requests()} == {"old"}
 
     async def test_shards_take_turns(self, halves: Halves) -> None:
         """Those that were asked last had more, and were asked first again, while others waited."""

@@ -2,9 +2,12 @@
 
 from functools import partial
 
+import pytest
+
 from carpool.broker.memory import MemoryBroker
+from carpool.broker.redis.batcher.elsewhere import BatchersElsewhere
 from carpool.core.clock import monotonic
-from carpool.service import ModelService, endpoint_maker
+from carpool.service import IN_DOUBT_BATCH, ModelService, endpoint_maker
 from carpool.settings import Settings, models_of
 from carpool.settings.schema import UpstreamSettings
 from carpool.upstream.quarantine import Quarantine
@@ -21,3 +24,20 @@ async def test_the_door_of_one_of_four_does_not_count_on_what_the_others_use() -
     gateways = 4
     assert of_all > 0.0
     assert service.capacity_rps() == of_all / 4
+
+
+@pytest.mark.parametrize("are_others_well", [False, True])
+async def test_after_two_failed_batches_few_are_taken_where_others_are_well(are_others_well: bool) -> None:
+    settings = Settings(model="m", upstream=UpstreamSettings(endpoints=["sim:"]))
+    broker = MemoryBroker(waiting_max=9, bytes_max=9, lanes_max=9, tiers=1)
+    [model] = models_of(settings).values()
+    others = BatchersElsewhere(lambda: are_others_well)
+    endpoints = partial(endpoint_maker, clock=monotonic)
+    service = ModelService(model, endpoints, broker, None, Quarantine(), lambda: 1, others=others)
+    [member] = service.pool.members
+    service.pool.doubt(member)
+    assert service.largest_batch() == 64
+    service.pool.doubt(member)
+    assert service.largest_batch() == (IN_DOUBT_BATCH if are_others_well else 64)
+    service.pool.record_success(member)
+    assert service.largest_batch() == 64
