@@ -1,6 +1,7 @@
 """HTTP/1.1 towards endpoints on real sockets: how answers end, what is too long, and what becomes of a connection."""
 
 import asyncio
+import tracemalloc
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -38,6 +39,9 @@ async def endpoint_of(script: Script) -> AsyncIterator[tuple[HttpEndpoint, RawUp
         pytest.param(b"HTTP/1.0 200 OK\r\nContent-Length: 2\r\n\r\nok", b"ok", False, id="HTTP/1.0"),
         pytest.param(OK + b"\r\nok", b"ok", False, id="its end is that of the connection"),
         pytest.param(OK + b"\r\n", b"", False, id="nothing but the end of the connection"),
+        pytest.param(
+            b"HTTP/1.1 103 Early\r\nContent-Length: 9\r\n\r\n" + OK + b"\r\nok", b"ok", False, id="a length before it"
+        ),
         pytest.param(b"HTTP/1.1 204 No Content\r\n\r\n", b"", True, id="no body"),
         pytest.param(OK + b"Transfer-Encoding: chunked\r\n\r\n1\r\no\r\n1\r\nk\r\n0\r\n\r\n", b"ok", True, id="chunks"),
         pytest.param(b"HTTP/1.1 200 OK\nContent-Length: 2\n\nok", b"ok", True, id="lines without CR"),
@@ -83,6 +87,25 @@ async def test_what_is_not_read_to_its_end(answer: bytes, says: str) -> None:
             with pytest.raises(AttemptFailedError, match=says):
                 await endpoint.post(call_with("a"), TIMEOUT_S)
         assert upstream.connections == 2
+
+
+async def test_many_small_chunks_take_little_memory() -> None:
+    """Each was an object: an answer took 66 times its size."""
+    chunks = OK + b"Transfer-Encoding: chunked\r\n\r\n" + b"2\r\nok\r\n" * 250_000 + b"0\r\n\r\n"
+
+    async def script(call: RawCall) -> None:
+        await call.send(chunks)
+
+    async with raw_upstream(script) as upstream:
+        endpoint = HttpEndpoint(upstream.url, 1, 1_000_000)
+        tracemalloc.start()
+        try:
+            body = (await endpoint.post(call_with("a"), TIMEOUT_S)).body
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+            await endpoint.close()
+    assert body == b"ok" * 250_000 and peak < 8_000_000
 
 
 async def test_an_answer_that_a_reset_cuts_off_has_no_end() -> None:

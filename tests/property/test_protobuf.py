@@ -62,7 +62,7 @@ def test_raw_contents_are_cut_out(model: str, raw: list[bytes], inputs: list[str
     made = Request(model_name=model, id=own_id, inputs=[{"name": name} for name in inputs])
     rest = made.SerializeToString()
     made.raw_input_contents.extend(raw)
-    found, views = cut_out(made.SerializeToString(), (7,))
+    found, views = cut_out(made.SerializeToString(), (7,), 64)
     assert (found, [(number, bytes(view)) for number, view in views]) == (rest, [(7, each) for each in raw])
     tail = b"".join(start_of_field(7, len(each)) + each for each in raw)
     assert Request.FromString(rest + tail) == made
@@ -75,7 +75,7 @@ def test_raw_contents_are_cut_out(model: str, raw: list[bytes], inputs: list[str
 @example(b"\x80" * 11)
 def test_what_is_cut_off_is_no_message(data: bytes) -> None:
     try:
-        rest, views = cut_out(data, (7,))
+        rest, views = cut_out(data, (7,), 64)
     except BadMessageError:
         return
     theirs, ours = parts(data), parts(rest)
@@ -156,6 +156,11 @@ def tensor(**fields: Any) -> bytes:
 def test_what_is_long_has_few_fields(data: bytes, why: str) -> None:
     with pytest.raises(Malformed, match=why):
         whole_of(read_infer(data))
+
+
+def test_a_long_request_has_few_fields() -> None:
+    with pytest.raises(Malformed, match="more than 32 fields"):
+        read_predict(b"\x78\x01" * LONG_BODY_BYTES)  # of a number that there is not
 
 
 def test_what_is_long_may_have_long_parts() -> None:

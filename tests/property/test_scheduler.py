@@ -45,7 +45,7 @@ STATUSES: dict[int, RefusalKind] = {
 ENDS = ("answered", "answered", "no answer", "dead", "fault", "broke", "left", *STATUSES)
 STEPS = st.lists(
     st.tuples(
-        st.sampled_from(["send", "send", "send", "end", "end", "end", "end", "leave", "wait", "tick"]),
+        st.sampled_from(["send", "send", "send", "end", "end", "end", "end", "leave", "wait", "pass", "tick"]),
         st.integers(0, 999),
         st.sampled_from(ENDS),
     ),
@@ -54,17 +54,18 @@ STEPS = st.lists(
 
 
 class Others:
-    """Other batchers, that work now and then."""
+    """Other batchers, that work now and then, and serve this share of what they might."""
 
-    def __init__(self, random: Random) -> None:
+    def __init__(self, random: Random, share: float) -> None:
         self._random = random
+        self._share = share
         self._had: Counter[Request] = Counter()
 
     def are_well(self) -> bool:
-        return self._random.random() < 0.5
+        return self._random.random() < max(0.5, self._share)
 
     def may_serve(self, request: Request, *, for_verdict: bool = False) -> bool:
-        return self._random.random() < 0.3
+        return self._random.random() < self._share
 
     def had(self, request: Request) -> bool:
         return False
@@ -73,7 +74,7 @@ class Others:
 class Play:
     """A scheduler, what waits for it, its calls under way, and what became of requests."""
 
-    def __init__(self, slots: list[int], seed: int, *, has_others: bool) -> None:
+    def __init__(self, slots: list[int], seed: int, others: float | None) -> None:
         self.clock = FakeClock()
         self.random = Random(seed)
         self.witness = Witness()
@@ -91,7 +92,7 @@ class Play:
             others_waiting=self.count_waiting,
             all_waiting=self.count_waiting,
             quarantined=self.quarantined,
-            others=Others(self.random) if has_others else None,
+            others=None if others is None else Others(self.random, others),
             clock=self.clock,
             random_share=self.random.random,
         )
@@ -206,9 +207,10 @@ class Play:
             request = self.requests[number % len(self.requests)]
             request.phase = DONE  # the broker settles it
             self.waiting = [each for each in self.waiting if each is not request]
-        elif kind == "wait":
+        elif kind in ("wait", "pass"):  # deadlines may pass before anything else happens
             self.clock.advance(number / 1000)
-            self.tell(Tick())
+            if kind == "wait":
+                self.tell(Tick())
         elif kind == "tick":
             self.tell(Tick())
         self.form()
@@ -245,11 +247,48 @@ class Play:
 
 
 @settings(max_examples=2 * settings().max_examples)
-@given(st.lists(st.integers(1, 3), min_size=1, max_size=3), STEPS, st.integers(0, 2**32), st.booleans())
+@given(
+    st.lists(st.integers(1, 3), min_size=1, max_size=3), STEPS, st.integers(0, 2**32), st.sampled_from([None, 0.3, 1.0])
+)
 def test_everybody_gets_one_outcome_and_every_slot_comes_back(
-    slots: list[int], steps: list[tuple[str, int, str | int]], seed: int, has_others: bool
+    slots: list[int], steps: list[tuple[str, int, str | int]], seed: int, others: float | None
 ) -> None:
-    play = Play(slots, seed, has_others=has_others)
+    play = Play(slots, seed, others)
     for step in steps:
         play.step(*step)
+    play.finish()
+
+
+def test_a_broken_answer_gives_its_slot_back_once() -> None:
+    """Over Redis its requests go to another batcher, and the slot stays taken for a while after other failures."""
+    play = Play([1, 1], 1, others=1.0)
+    for _ in range(4):
+        play.send(1)
+        play.end_call(0, "fault")
+        play.clock.advance(1.1)
+        play.tell(Tick())
+        play.check()
+    play.finish()
+
+
+def test_one_that_is_late_for_a_step_of_a_search_is_told() -> None:
+    play = Play([2], 1, others=None)
+    play.scheduler.service_s = 0.002
+
+    def form(name: str, *timeouts_s: float) -> None:
+        batch = [
+            make_request(f"{name} {number}", play.witness, now=play.clock(), total_timeout_s=timeout_s)
+            for number, timeout_s in enumerate(timeouts_s)
+        ]
+        for request in batch:
+            request.phase = RUNNING
+        play.requests += batch
+        play.tell(Formed(batch, play.scheduler.take(batch), do_nothing))
+
+    form("other", 9.0)
+    form("search", 5.0, 5.0, 5.0, 0.02)
+    play.clock.advance(0.01)
+    play.end_call(1, 413)  # two of them are sent, two wait for a slot
+    play.clock.advance(0.0101)
+    play.end_call(0, "answered")
     play.finish()

@@ -69,7 +69,7 @@ def read_varint(data: memoryview, place: int) -> tuple[int, int]:
     raise BadMessageError(_CUT_OFF)
 
 
-def fields(data: memoryview, most: int = 0) -> Iterator[tuple[int, memoryview | None, int]]:
+def fields(data: memoryview, most: int) -> Iterator[tuple[int, memoryview | None, int]]:
     """The number of each field, a view of what is in it, or None where that is a number, and the place behind it.
 
     Raises BadMessageError, also if there are more than `most`.
@@ -77,7 +77,7 @@ def fields(data: memoryview, most: int = 0) -> Iterator[tuple[int, memoryview | 
     place, end, count = 0, len(data), 0
     while place < end:
         count += 1
-        if count == most + 1 and most:
+        if count > most:
             raise BadMessageError(f"the message has more than {most} fields")
         number, place = read_varint(data, place)
         wire_type = number & 7
@@ -98,15 +98,16 @@ def fields(data: memoryview, most: int = 0) -> Iterator[tuple[int, memoryview | 
         yield number, content, place
 
 
-def cut_out(message: bytes, numbers: Container[int], most: int = 0) -> tuple[bytes, list[tuple[int, memoryview]]]:
+def cut_out(message: bytes, numbers: Container[int], most: int) -> tuple[bytes, list[tuple[int, memoryview]]]:
     """A message without its fields of these numbers, and views of what is in those; raises BadMessageError."""
-    view, start = memoryview(message), 0
+    view, start, kept_until = memoryview(message), 0, 0
     rest: list[memoryview] = []
     found: list[tuple[int, memoryview]] = []
     for number, content, end in fields(view, most):
         if number in numbers and content is not None:
             found.append((number, content))
-        else:
-            rest.append(view[start:end])
-        start = end
+            rest.append(view[start:kept_until])
+            start = end
+        kept_until = end
+    rest.append(view[start:])
     return b"".join(rest), found

@@ -28,13 +28,15 @@ _FLOATS = {
 }
 # As objects of Python all elements of a tensor would be much larger.
 ELEMENTS_AT_ONCE = 16384
+# Of contents that protobuf has written: one for each datatype, but texts have one each.
+FIELDS_MAX = 16
 _LENGTH_BYTES = len(length_of(b""))
 
 
 def raw_of_contents(contents: Any, datatype: str) -> Iterator[bytes]:
-    """The elements of an InferTensorContents in raw form, some at a time; raises struct.error."""
+    """The elements of an InferTensorContents in raw form, some at a time; raises struct.error, or BadMessageError."""
     if datatype in _FLOATS:
-        for _, view in cut_out(contents.SerializeToString(), (_FLOATS[datatype],))[1]:
+        for _, view in cut_out(contents.SerializeToString(), (_FLOATS[datatype],), FIELDS_MAX)[1]:
             yield bytes(view)
         return
     elements = getattr(contents, CONTENTS[datatype]) if datatype in CONTENTS else ()

@@ -14,6 +14,9 @@ INTERNAL, SERVER, CLIENT, CONSUMER = 1, 2, 3, 5
 
 Value = str | bool | int | float
 
+# What is read of a receiver's answer: it has one field, with two in it.
+ANSWER_FIELDS_MAX = 16
+
 # trace_id = 1, span_id = 2, start = 7, end = 8, flags = 16. Their order is free.
 _ids_and_times = Struct("<2s16s2s8sBQBQ2sI").pack
 _TRACE_ID, _SPAN_ID, _PARENT_ID = b"\x0a\x10", b"\x12\x08", b"\x22\x08"
@@ -102,11 +105,11 @@ def rejected_spans(body: bytes) -> int:
     What cannot be read says nothing.
     """
     try:
-        for number, partial_success, _ in fields(memoryview(body)):
+        for number, partial_success, _ in fields(memoryview(body), ANSWER_FIELDS_MAX):
             if number != 1 or partial_success is None:
                 continue
             start = 0
-            for _, _, end in fields(partial_success):
+            for _, _, end in fields(partial_success, ANSWER_FIELDS_MAX):
                 if partial_success[start] == 0x08:  # rejected_spans = 1, a varint
                     rejected, _ = read_varint(partial_success, start + 1)
                     return rejected if rejected < 1 << 63 else 0  # it may be negative, by mistake

@@ -148,12 +148,14 @@ class UpstreamConnection(asyncio.Protocol):
                 self.abort()
             return
         self._is_heard = True
-        body_bytes = self._body_bytes
+        body_bytes, parts = self._body_bytes, len(self._body)
         is_in_order = True
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade):
             is_in_order = False
+        if len(self._body) - parts > 1:  # many chunks: as objects they could be many times as large
+            self._body[parts:] = [b"".join(self._body[parts:])]
         if self._is_whole:
             self._ended(has_more=not is_in_order)
         elif not is_in_order:
@@ -226,6 +228,8 @@ class UpstreamConnection(asyncio.Protocol):
         """The head of an answer, or of an interim one, which the real one follows."""
         self._status = self._parser.get_status_code()
         self._has_head = self._status >= 200
+        if not self._has_head:  # what it says of itself says nothing of the one that follows
+            self._is_framed, self._length, self._load = False, 0, None
         if self._has_head and self._status < 300 and not self._is_sent():
             self._server.caught()  # rule 4
             self._refuse("an answer came before the call was sent")

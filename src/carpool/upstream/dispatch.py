@@ -14,6 +14,7 @@ import logging
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from secrets import token_hex
 
 from msgspec.structs import replace
@@ -240,7 +241,7 @@ class UpstreamDispatcher:
         if isinstance(action, Send):
             task = asyncio.get_running_loop().create_task(self._call(action.call))
             self._calls.add(task)
-            task.add_done_callback(self._call_ended)
+            task.add_done_callback(partial(self._call_ended, action.call))
         elif isinstance(action, Deliver):
             self._broker.settle_batch(action.members, action.outputs)
         elif isinstance(action, BatchOver):
@@ -277,8 +278,11 @@ class UpstreamDispatcher:
 
     # Calls.
 
-    def _call_ended(self, task: "asyncio.Task[None]") -> None:
+    def _call_ended(self, call: Call, task: "asyncio.Task[None]") -> None:
         self._calls.discard(task)
+        if task.cancelled():  # before it began
+            self._pool.give_back(call.member)
+            self._handle(Broke(call, leaving()))
         if self._is_idle is not None and not self.running:
             self._is_idle.set()
 
@@ -324,8 +328,8 @@ class UpstreamDispatcher:
         if self._events.subscribers:
             self._events.sent(members, member.name, call.attempt, started)
         is_slot_held = False
-        sent, places = (members, None) if self._merge is None else self._merge(members)
         try:
+            sent, places = (members, None) if self._merge is None else self._merge(members)
             message = self._codec.encode(sent, call_id)
             if traced is not None:
                 message = replace(message, headers=message.headers + traced.headers)

@@ -330,6 +330,7 @@ class Pool:
 
     def give_back(self, member: EndpointState) -> None:
         """End the use of a slot. `record_success` or `record_failure` says what the call showed of the endpoint."""
+        assert member.in_flight > 0, "a slot was given back twice"
         member.busy_seconds(self._clock())
         member.in_flight -= 1
         if member.is_leaving and not member.in_flight:

@@ -608,7 +608,7 @@ class Scheduler:
         if self.quarantined.is_tracking:
             for request in call.members:
                 self.quarantined.passed(self._model, request.owner, now)
-        if len(job.members) > len(call.members) and job.search is None:
+        if len(job.members) > len(call.members):
             for request in job.members:  # those who were late before the call
                 if request.phase != DONE and request not in call.members:
                     self._settle(request, DeadlineExceeded("no result in time"))
@@ -635,9 +635,11 @@ class Scheduler:
         if goes_on:
             job.failures.append((member, failure))
             self.pool.is_helped(member)
-        if held_s:
+        if kind == "fault":
+            pass  # its slot was given back with the answer
+        elif held_s:
             self._held.append((self._now + held_s, member))
-        elif kind != "fault":  # else its slot was given back with the answer
+        else:
             self.pool.give_back(member)
         if goes_on:
             fields: dict[str, object] = {"endpoint": member.name, "batch_size": len(call.members)}

@@ -19,6 +19,8 @@ from carpool.face.octets import Octets
 # Requests, and ids to cancel, in one message of a stream.
 STREAMED_MAX = 1024
 ID_BYTES_MAX = 128
+# Of a long PredictRequest: it has a few, and parameters of a few texts.
+FIELDS_MAX = 32
 # Of an error's text, which is in a status twice, with three bytes for one beyond ASCII: clients take 8 KB of trailers.
 TEXT_BYTES_MAX = 1024
 
@@ -65,7 +67,7 @@ def read_predict(data: bytes) -> PredictCall:
     if len(data) <= LONG_BODY_BYTES:
         return predict_call(parse(carpool_v1.PredictRequest, data))
     try:
-        rest, found = cut_out(data, _INPUTS)
+        rest, found = cut_out(data, _INPUTS, FIELDS_MAX)
     except BadMessageError as fault:
         raise malformed(fault) from None
     message = parse(carpool_v1.PredictRequest, rest)

@@ -106,8 +106,8 @@ def _tensor(tensor: Any, raw: Data | None) -> Generator[None, None, GivenTensor]
             for part in raw_of_contents(tensor.contents, tensor.datatype):
                 parts.append(part)
                 yield
-        except struct.error:
-            raise Malformed("a tensor has a number that its datatype cannot hold") from None
+        except (struct.error, BadMessageError):
+            raise Malformed("a tensor has contents that its datatype cannot hold") from None
         raw = b"".join(parts)
     elif tensor.contents.ByteSize():
         raise Malformed("a tensor has both `contents` and raw contents; send it once")

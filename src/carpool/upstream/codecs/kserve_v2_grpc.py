@@ -24,6 +24,8 @@ from carpool.upstream.codecs.tensors import OutputTensor, TensorDefaults, cut_ou
 from carpool.upstream.endpoint import UpstreamCall, UpstreamResponse
 
 _INT64_MAX = (1 << 63) - 1
+# Of an answer: outputs, their raw contents and parameters.
+FIELDS_MAX = 1024
 _decode_parameters = msgspec.json.Decoder(dict[str, Any], float_hook=finite_float).decode
 
 _RAW_INPUTS = inference.ModelInferRequest.RAW_INPUT_CONTENTS_FIELD_NUMBER
@@ -56,7 +58,7 @@ class KServeV2GrpcCodec(TensorCodec):
     def decode(self, answer: UpstreamResponse, batch: Sequence[Request], call_id: str = "") -> Sequence[Decoded]:
         """A ModelInferResponse, each output cut along its first dimension."""
         try:
-            rest, raw = cut_out(answer.body, (_RAW_OUTPUTS,))
+            rest, raw = cut_out(answer.body, (_RAW_OUTPUTS,), FIELDS_MAX)
             response = inference.ModelInferResponse.FromString(rest)
         except (BadMessageError, DecodeError):
             raise ProtocolFaultError("the answer is no ModelInferResponse") from None
@@ -72,8 +74,8 @@ def _output(tensor: Any, raw: Data | None) -> OutputTensor:
     if raw is None:  # servers may leave the raw form to us
         try:
             raw = b"".join(raw_of_contents(tensor.contents, tensor.datatype))
-        except struct.error:
-            raise ProtocolFaultError("an output has a number that its datatype cannot hold") from None
+        except (struct.error, BadMessageError):
+            raise ProtocolFaultError("an output has contents that its datatype cannot hold") from None
     return OutputTensor(tensor.name, tensor.datatype, list(tensor.shape), raw, is_raw=True)
 
 
