@@ -26,7 +26,7 @@ from carpool.broker.redis.client.link import (
 from carpool.broker.redis.client.nodes import Nodes, Script
 from carpool.broker.redis.formats import FAILED, PENDING, SUCCESS
 from carpool.broker.redis.keys import GROUP, Keys, Shard, tier_of
-from carpool.broker.redis.types import Budget, Claim, Head, QueueStream, ShardSnapshot, StreamEntries, Taken
+from carpool.broker.redis.types import Claim, Head, QueueStream, ShardSnapshot, StreamEntries, Taken
 from carpool.core.clock import monotonic
 from carpool.core.ports import RateAsk, RateTold
 from carpool.core.problem import code_of
@@ -217,7 +217,8 @@ class RedisOps:
 
     def count_again(self, shard: Shard, fields: Iterable[bytes]) -> None:
         """Have Redis count these streams again: some of what was to be added was refused."""
-        self._run(scripts.LEVEL, shard, (self._now_ms(), 0, *(part for field in fields for part in (field, 0))), ignore)
+        arguments = (self._now_ms(), b"", 0, *(part for field in fields for part in (field, 0)))
+        self._run(scripts.LEVEL, shard, arguments, ignore)
 
     def submit(
         self,
@@ -300,9 +301,12 @@ class RedisOps:
         models: Sequence[str],
         reads: Sequence[tuple[bytes, int]],
         done: Done[Taken],
+        *,
+        lease_ms: int | None = None,
     ) -> None:
-        """Take so many from each of these streams, if any, and look what waits in the shard. A plain read costs Redis a
-        quarter of a script that has to carry the entries; the script behind it only counts.
+        """Take so many from each of these streams, if any, and look what waits in the shard; with `lease_ms` also whether
+        a lease is over. A plain read costs Redis a quarter of a script that has to carry the entries; the script behind
+        it only counts.
         """
         # All of it or nothing: a batcher can only give back entries that come without the script's answer.
         if not self.nodes.has_room(shard.slot, READ_BYTES_MAX * len(reads) + SCRIPT_BYTES_MAX):
@@ -329,25 +333,9 @@ class RedisOps:
             else:
                 done(Taken(streams, None if isinstance(view, RedisFailure) else view))
 
-        arguments: list[Argument] = [self._now_ms(), len(models), *models]
+        arguments: list[Argument] = [self._now_ms(), lease_ms or b"", len(models), *models]
         arguments += [part for pair in reads for part in pair]
         self._run(scripts.LEVEL, shard, arguments, levelled)
-
-    def take(
-        self, shard: Shard, consumer: bytes, lines: Iterable[bytes], budgets: Sequence[Budget], done: Done[Taken]
-    ) -> None:
-        """Take the best that free slots can use, in whole batches."""
-        arguments = (consumer, self._now_ms(), *lines, b"", *budget_arguments(budgets))
-        asked_at = monotonic()
-
-        def understand(reply: Any) -> Taken:
-            return self._timed(read_taken(reply, budgets), asked_at)
-
-        self._run(scripts.TAKE, shard, arguments, reading(understand, done))
-
-    def has_lapsed(self, shard: Shard, lease_ms: int, done: Done[bool]) -> None:
-        """Whether a lease is over."""
-        self._run(scripts.LAPSED, shard, (lease_ms,), reading(bool, done))
 
     def claim(
         self,
@@ -696,20 +684,14 @@ def reading(understand: Callable[[Any], Found], done: Done[Found]) -> Callable[[
 
 def read_view(reply: Any, models: Sequence[str]) -> ShardSnapshot:
     """From `view_of` in common.lua."""
-    now_ms, *heads = reply
+    now_ms, has_lapsed, *heads = reply
     found = [
         Head(bytes(flat[at]), model, float(flat[at + 1]), int(flat[at + 2]))
         for model, flat in zip(models, heads, strict=True)
         for at in range(0, len(flat), 3)
     ]
-    return ShardSnapshot(int(now_ms), sorted(found, key=lambda head: (head.place, head.field)))
-
-
-def read_taken(reply: Any, budgets: Sequence[Budget]) -> Taken:
-    """From take.lua: a view, and behind it the parts of each stream."""
-    view, *parts = reply
-    streams = [StreamEntries(*parts[at : at + 2]) for at in range(0, len(parts), 2)]
-    return Taken(streams, read_view(view, [budget.model for budget in budgets]))
+    found.sort(key=lambda head: (head.place, head.field))
+    return ShardSnapshot(int(now_ms), found, None if has_lapsed is None else bool(has_lapsed))
 
 
 def read_claimed(reply: Any, claims: Sequence[Claim]) -> Taken:
@@ -787,15 +769,6 @@ def read_task_state(reply: Any) -> RequestState | None:
         "completed" if status == SUCCESS else "queued" if status == PENDING else "processing"
     )
     return RequestState(state, latency_ms, None, client_id)
-
-
-def budget_arguments(budgets: Sequence[Budget]) -> list[Argument]:
-    """As the scripts want them."""
-    arguments: list[Argument] = []
-    for budget in budgets:
-        arguments += (budget.model, budget.batches, budget.largest, len(budget.headroom))
-        arguments += [part for room in budget.headroom.items() for part in room]
-    return arguments
 
 
 def ids_arguments(ids: Mapping[bytes, Sequence[bytes]]) -> list[Argument]:
