@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import redis
 
-from carpool.broker.redis.batcher.history import History, history_of
+from carpool.broker.redis.batcher.leases import History, history_of
 from carpool.broker.redis.formats import encode_record
 from carpool.broker.redis.types import NOT_HELD, NOT_TAKEN
 from support.processes import PATIENCE_S
@@ -92,7 +92,6 @@ class TestSubmit:
             shard.cancel(*(("b:s0", entry_id) for entry_id in shard.ids("b:s0")))
             shard.submit("b:s0", 1)
             assert heard() == [(1, "b:s0")]
-
 
     def test_who_opened_fewer_lanes_than_its_share_is_not_refused(self, shard: ShardBench) -> None:
         for number in range(4):

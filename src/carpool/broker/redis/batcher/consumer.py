@@ -24,8 +24,7 @@ from carpool.broker.broker_ports import FedModel, SuspectLetters
 from carpool.broker.memory import MemoryBroker
 from carpool.broker.min_share import SYNCHRONOUS_SHARE, MinShare
 from carpool.broker.redis.batcher.entries import Unpacker
-from carpool.broker.redis.batcher.history import history_of
-from carpool.broker.redis.batcher.leases import NEW, NO_HEADER, EntryLease, LeasedEntries, Leases
+from carpool.broker.redis.batcher.leases import NEW, NO_HEADER, EntryLease, LeasedEntries, Leases, history_of
 from carpool.broker.redis.batcher.replies import UNCONFIRMED_MAX, ReplyWriter
 from carpool.broker.redis.batcher.shards import (
     Offers,
@@ -361,8 +360,8 @@ class Consumer:
             self._read(plan_all(offers, budgets) or self._plan_order(offers, budgets))
 
     def _plan_order(self, offers: Offers, budgets: Sequence[Budget]) -> Reads:
-        """More waits than can be taken. What is due to the lowest tier, or to synchronous requests before old tasks, goes
-        first, and then the best places.
+        """What to read where more waits than can be taken: what is due to the lowest tier, or to synchronous requests
+        before old tasks, and else the best places.
         """
         if self._min_share is not None and (due := self._min_share.due()):
             lowest = plan_min_share(offers, budgets, lambda line: tier_of(line) == self._lowest_tier, due)

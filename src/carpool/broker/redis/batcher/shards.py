@@ -267,8 +267,8 @@ def plan_by_place(
     late_ms: Mapping[bytes, int],
     now_ms: int,
 ) -> Reads:
-    """What to read where more waits than can be taken: in order of the places, as if the entries of each stream had come
-    evenly. Inside its tier a line may stand later. Lanes come in by their first entries.
+    """What to read where more waits than can be taken: in order of the places, as if the entries of each stream had
+    come evenly. Inside its tier a line may stand later. Lanes come in by their first entries.
     """
     room = Room(budgets)
     reads: Reads = {}

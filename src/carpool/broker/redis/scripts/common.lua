@@ -121,7 +121,7 @@ end
 -- An entry that a batcher gave back has had no lease for so long: every other batcher may have it at once.
 local GIVEN_BACK_MS = 86400000
 -- Redis counts the deliveries of an entry. The count is below this; what batchers carry along is a multiple of it
--- (history.py).
+-- (leases.py).
 local CARRIED_FROM = 1024
 
 local function deliveries_of(lease)
