@@ -148,7 +148,7 @@ async def test_tasks_of_a_model_do_not_wait_for_the_requests_of_another(redis_se
             for lane in list(batcher.broker.lanes("other")):
                 batcher.answer(batcher.broker.take(lane, lane.waiting, monotonic()))
         other.free = batcher.model.free = 1
-        batcher.nodes.keep_replies("take")
+        batcher.nodes.keep_replies("level")
         batcher.consumer.notify()
         await until(lambda: batcher.nodes.kept + batcher.broker.depth > 0)
         assert batcher.broker.depth == 0  # both are asked for at once

@@ -191,38 +191,6 @@ class ShardMachine(RuleBasedStateMachine):
             del self.waiting[field][:number]
             self.taken |= {(field, entry.id): Lease(consumer) for entry in got}
 
-    @rule(consumer=batchers, m=budgets, n=st.builds(Budget, st.integers(0, 2), st.integers(1, 5)))
-    def take(self, consumer: str, m: Budget, n: Budget) -> None:
-        got = self.shard.take({"m": m, "n": n}, consumer=consumer)
-        assert {(entry.field, entry.id) for entry in got} == self.best({"m": m, "n": n})
-        for entry in got:
-            self.waiting[entry.field].remove(entry.id)
-            self.taken[entry.field, entry.id] = Lease(consumer)
-
-    def best(self, of: dict[str, Budget]) -> set[tuple[str, str]]:
-        """What should be taken: batch by batch, each of the lane whose first entry has the smallest place."""
-        lanes: dict[str, list[tuple[int, int, str, str]]] = {}
-        for field, ids in self.waiting.items():
-            lane, line = field.split(":")
-            for entry_id in ids:
-                at, sequence = map(int, entry_id.split("-"))
-                lanes.setdefault(lane, []).append((at + OFFSETS[line], sequence, field, entry_id))
-        queues = {lane: sorted(queue) for lane, queue in lanes.items()}
-        open_rooms = {lane: room for budget in of.values() for lane, room in budget.headroom.items()}
-        batches = {model: budget.batches for model, budget in of.items()}
-        chosen: set[tuple[str, str]] = set()
-        while usable := [
-            lane for lane, queue in queues.items() if queue and (open_rooms.get(lane, 0) or batches[LANES[lane]])
-        ]:
-            lane = min(usable, key=lambda name: queues[name][0])
-            room = open_rooms.pop(lane, 0)
-            if not room:
-                batches[LANES[lane]] -= 1
-                room = of[LANES[lane]].largest
-            batch, queues[lane] = queues[lane][:room], queues[lane][room:]
-            chosen |= {(field, entry_id) for _, _, field, entry_id in batch}
-        return chosen
-
     @rule(consumer=batchers, budget=budgets)
     def claim(self, consumer: str, budget: Budget) -> None:
         lapsed = [

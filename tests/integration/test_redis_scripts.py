@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 import redis
 
-from carpool.broker.redis.batcher.history import History, history_of
+from carpool.broker.redis.batcher.leases import History, history_of
 from carpool.broker.redis.formats import encode_record
 from carpool.broker.redis.types import NOT_HELD, NOT_TAKEN
 from support.processes import PATIENCE_S
 from support.redis_servers import RedisServer, running_redis
 from support.redis_shard import (
     START_MS,
-    STRICT_OFFSETS,
     TASK_BYTES,
     Budget,
     Entry,
@@ -94,6 +93,18 @@ class TestSubmit:
             shard.submit("b:s0", 1)
             assert heard() == [(1, "b:s0")]
 
+    def test_who_opened_fewer_lanes_than_its_share_is_not_refused(self, shard: ShardBench) -> None:
+        for number in range(4):
+            shard.submit(f"{number}:s0", lanes_max=4, owner="ann")
+        with pytest.raises(redis.ResponseError, match=r"^LANESFULL"):
+            shard.submit("5:s0", lanes_max=4, owner="ann")
+        shard.submit("0:s0", lanes_max=4, owner="ann")  # it waits already
+        shard.submit("6:s0", lanes_max=0, owner="ann")  # one without parameters
+        for number in (7, 8):
+            shard.submit(f"{number}:s0", lanes_max=4, owner="bob")
+        with pytest.raises(redis.ResponseError, match=r"^LANESFULL"):
+            shard.submit("9:s0", lanes_max=4, owner="bob")
+
 
 class TestStanding:
     """Where a task stands, without a look at those before it."""
@@ -154,62 +165,6 @@ class TestStanding:
 
 
 class TestTake:
-    @pytest.mark.parametrize("other_stream", [False, True], ids=["one stream", "several streams"])
-    def test_no_more_than_the_free_slots_can_use(self, shard: ShardBench, other_stream: bool) -> None:
-        if other_stream:
-            shard.submit("b:s0", model="other")
-        ids = shard.submit("a:s0", 20)
-        assert shard.take(Budget(batches=0)) == []
-        assert ids_of(shard.take(Budget(batches=2, largest=4))) == ids[:8]
-        assert ids_of(shard.take(Budget(batches=0, largest=4, headroom={"a": 3}))) == ids[8:11]
-        assert ids_of(shard.take(Budget(batches=1, largest=4, headroom={"a": 1}))) == ids[11:16]
-        assert ids_of(shard.take(Budget(batches=9, largest=4))) == ids[16:]
-        assert shard.take(PLENTY) == []
-        assert shard.counts() == shard.true_counts()
-
-    def test_room_in_a_begun_batch_is_for_its_own_lane(self, shard: ShardBench) -> None:
-        shard.submit("a:s0", 3)
-        shard.submit("b:s0", 3)
-        assert fields_of(shard.take(Budget(batches=0, headroom={"b": 2}))) == ["b:s0"] * 2
-        assert fields_of(shard.take(Budget(batches=0, headroom={"c": 2}))) == []
-
-    def test_each_model_has_slots_of_its_own(self, shard: ShardBench) -> None:
-        shard.submit("a:s0", 9, model="m")
-        shard.submit("b:s0", 9, model="n")
-        shard.submit("c:s0", 9, model="o")
-        taken = shard.take({"m": Budget(1, 2), "n": Budget(2, 3), "p": Budget(5, 5)})
-        assert sorted(fields_of(taken)) == ["a:s0"] * 2 + ["b:s0"] * 6
-
-    def test_what_exceeds_a_share_stands_later_inside_its_tier_alone(self, shard: ShardBench) -> None:
-        offsets = {"s0": 50, "o0": 50, "s1": 150, "o1": 150}
-        for field, at, number in (("a:o0", 0, 4), ("a:s0", 90, 1), ("a:s1", 10, 1), ("a:s0", 210, 1)):
-            shard.now = START_MS + at
-            shard.submit(field, number, offsets=offsets)
-        lines = ("s0", "o0=200", "s1", "o1=200", "s2", "t0")
-        order = [field for _ in range(7) for field in fields_of(shard.take(Budget(1, 1), lines=lines))]
-        # Tier 0 has the best place (50) until its last one (260), and inside it 90 and then 200 come before 210.
-        assert order == ["a:s0", "a:o0", "a:o0", "a:o0", "a:o0", "a:s1", "a:s0"]
-
-    def test_a_line_that_a_batcher_does_not_know_is_taken_all_the_same(self, shard: ShardBench) -> None:
-        shard.submit("a:o0", 3, offsets={"o0": 50})
-        shard.submit("a:s0", 3)
-        assert sorted(fields_of(shard.take(Budget(3, 2)))) == ["a:o0"] * 3 + ["a:s0"] * 3
-
-    def test_strict_order_is_a_matter_of_offsets(self, shard: ShardBench) -> None:
-        for field, at in (("a:s2", 0), ("b:s1", 100_000), ("c:s0", 900_000), ("a:s1", 950_000)):
-            shard.now = START_MS + at
-            shard.submit(field, 2, offsets=STRICT_OFFSETS)
-        one = Budget(batches=1, largest=1)
-        order = [fields_of(shard.take(one))[0] for _ in range(8)]
-        assert order == ["c:s0"] * 2 + ["b:s1"] * 2 + ["a:s1"] * 2 + ["a:s2"] * 2
-
-    def test_equal_places_are_in_the_order_of_the_tiers(self, shard: ShardBench) -> None:
-        for line in ("t1", "s1", "t0", "s0"):
-            shard.submit(f"a:{line}", offsets={})
-        one = Budget(batches=1, largest=1)
-        order = [fields_of(shard.take(one))[0] for _ in range(4)]
-        assert order == ["a:s0", "a:s1", "a:t0", "a:t1"]
-
     def test_streams_left_by_parameters_that_never_come_back_are_dropped(self, shard: ShardBench) -> None:
         for number in range(100):
             shard.submit(f"{number:x}:s0")
@@ -485,18 +440,13 @@ class TestEnds:
         assert shard.counts() == {"held": 0, "unread": 0}
 
     def test_a_sweep_forgets_lanes_that_do_not_wait(self, shard: ShardBench) -> None:
-        """An older Carpool counted them in another way."""
-        prefix = shard.shard.prefix.decode()
+        openers = shard.shard.prefix + b"openers"
         shard.submit("a:s0", lanes_max=4, owner="ann")
-        shard.client.hset(f"{prefix}openers", "ff", "bob")
-        shard.client.hset(f"{prefix}opened", "bob", 1)
-        shard.client.hset(f"{prefix}lines", "ff", 1)
+        shard.client.hset(openers, "ff:s0", "bob")
         shard.sweep()
-        assert shard.client.hgetall(f"{prefix}openers") == {b"a": b"ann"}
-        assert shard.client.hgetall(f"{prefix}opened") == {b"ann": b"1"}
-        assert shard.client.hlen(f"{prefix}lines") == 2
+        assert shard.client.hgetall(openers) == {b"a:s0": b"ann"}
         shard.done(*shard.take(PLENTY))
-        assert not shard.client.exists(f"{prefix}openers", f"{prefix}opened", f"{prefix}lines")
+        assert not shard.client.exists(openers)
 
     def test_a_task_that_is_deleted_is_not_claimed(self, shard: ShardBench) -> None:
         shard.submit("a:t0", tasks=["t1"])

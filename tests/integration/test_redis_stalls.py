@@ -94,24 +94,20 @@ async def until_entries_are(halves: Halves, names: list[str]) -> None:
     await until_seen(are_so)
 
 
-@pytest.mark.parametrize("script", ["take", "level"])
-async def test_an_answer_that_lay_in_a_socket_brings_nothing_that_is_late(halves: Halves, script: str) -> None:
+async def test_an_answer_that_lay_in_a_socket_brings_nothing_that_is_late(halves: Halves) -> None:
     gateway, batcher = await halves.gateway(), await halves.batcher(largest=1)
     # It knows by now that nothing is there.
     await until(lambda: batcher.nodes.runs["level"] > 0 and not batcher.consumer.unanswered)
     batcher.model.free = 0
-    batcher.nodes.keep_replies(script)
-    # Of two streams with room for one, a script finds out which is first.
-    requests = [gateway.submit("late", total_timeout_s=LIFE_S, tier=0)[0]]
-    if script == "take":
-        requests += gateway.submit("too", total_timeout_s=LIFE_S, tier=1)
-    await until(lambda: batcher.nodes.wakeups == len(requests))
+    batcher.nodes.keep_replies("level")
+    (request,) = gateway.submit("late", total_timeout_s=LIFE_S)
+    await until(lambda: batcher.nodes.wakeups == 1)
     batcher.model.free = 1
     batcher.consumer.notify()
     await until(lambda: batcher.nodes.kept == 1)
-    await until_over(requests[-1])
+    await until_over(request)
     batcher.nodes.let_replies_come()
-    assert isinstance((await gateway.until_told(len(requests)))["late"], DeadlineExceeded)
+    assert isinstance((await gateway.until_told(1))["late"], DeadlineExceeded)
     assert batcher.broker.depth == 0
 
 

@@ -7,15 +7,12 @@ from hypothesis import strategies as st
 from carpool.broker.redis.batcher.shards import (
     Place,
     ShardView,
-    best_first,
     cut,
     is_due_again,
-    is_scarce,
+    plan_all,
     plan_by_place,
     plan_claims,
     plan_min_share,
-    plan_reads,
-    same_tier,
     shards_for_claims,
 )
 from carpool.broker.redis.keys import Keys, tier_of
@@ -69,25 +66,22 @@ def test_what_is_read_can_be_used(views: list[list[Head]], budgets: list[Budget]
     offers = [(view, usable) for view in shards if (usable := view.usable(budgets))]
     for view, usable in offers:
         assert [head for head in view.heads or [] if any(budget.allows(head) for budget in budgets)] == usable
-    reads = plan_reads(offers, budgets)
+    if not offers or (reads := plan_all(offers, budgets)) is None:
+        return
     numbers: dict[bytes, int] = {}
     for number, streams in reads.items():
         known = {head.field: head for head in views[number]}
         for field, wanted in streams:
-            assert wanted > 0 and field in known
+            assert wanted >= known[field].unread
             lane = known[field].lane
             numbers[lane] = numbers.get(lane, 0) + wanted
     for budget in budgets:
         assert batches_needed(numbers, budget) <= budget.batches
-    assert numbers.keys() <= {lane for lane, model in LANES.items() if model in {budget.model for budget in budgets}}
-    if offers and not is_scarce(offers, budgets) and len(offers) <= 8:
-        # Then everything is read that is known.
-        assert set(reads) == {view.shard.number for view, _ in offers}
-    for number, streams in reads.items():
-        found = [head for head in views[number] if any(budget.allows(head) for budget in budgets)]
-        if len(found) > 1:  # all of them, or none: else somebody could be passed over
-            read = dict(streams)
-            assert all(read[head.field] >= head.unread for head in found)
+    # Everything is read that is known; the others are for the next question.
+    assert [dict(reads[view.shard.number]).keys() for view, _ in offers[:8]] == [
+        {head.field for head in usable} for _, usable in offers[:8]
+    ]
+    assert len(reads) == min(len(offers), 8)
 
 
 LATE_MS = {b"o0": 20}
@@ -122,7 +116,7 @@ def test_by_place_no_more_is_read_than_can_be_used(views: list[list[Head]], budg
             numbers[head.lane] = numbers.get(head.lane, 0) + count
     for budget in budgets:
         assert batches_needed(numbers, budget) <= budget.batches
-    if offers and is_scarce(offers, budgets):
+    if offers and plan_all(offers, budgets) is None:
         assert reads, "there is room for some"
 
 
@@ -180,21 +174,30 @@ def test_a_shard_that_gave_nothing_of_its_part_is_not_asked_again(
     assert is_due_again(first, budgets, welcome, gave) == bool(more)
 
 
-@given(views=views, budgets=budgets(), late=st.integers(0, 60))
-def test_the_shard_with_the_next_of_the_best_tier_is_asked_first(
-    views: list[list[Head]], budgets: list[Budget], late: int
-) -> None:
-    shards = [ShardView(SHARDS[number], list(found)) for number, found in enumerate(views)]
-    offers = [(view, usable) for view in shards if (usable := view.usable(budgets))]
-    if not offers:
-        return
-    ordered = best_first(offers, {b"o0": late})
-    assert sorted(ordered, key=lambda offer: offer[0].shard.number) == offers
-    heads = [head for _, usable in offers for head in usable]
-    best = min(heads, key=lambda head: head.place)
-    tier = [head for head in heads if same_tier(head.line) == same_tier(best.line)]
-    next_place = min(head.place + late * (head.line == b"o0") for head in tier)
-    assert any(head in tier and head.place + late * (head.line == b"o0") == next_place for head in ordered[0][1])
+def order_of(heads: list[Head], late_ms: dict[bytes, int], now_ms: int) -> list[bytes]:
+    """The lines of what is read of a lane, one at a time."""
+    order: list[bytes] = []
+    while heads:
+        ((field, number),) = plan_by_place(
+            [(ShardView(SHARDS[0], heads), heads)], [Budget("m", 1, 1, {}, {})], {}, late_ms, now_ms
+        )[0]
+        assert number == 1
+        head = next(head for head in heads if head.field == field)
+        order.append(head.line)
+        rest = [other for other in heads if other is not head]
+        more = [Head(head.field, "m", head.place, head.unread - 1)] if head.unread > 1 else []
+        heads = sorted(rest + more, key=lambda each: each.place)
+    return order
+
+
+def test_by_place_strict_order_is_a_matter_of_offsets() -> None:
+    heads = [Head(b"a:s%d" % tier, "m", 1000.0 + tier * 10**14, 2) for tier in range(3)]
+    assert order_of(heads, {}, 5000) == [b"s0", b"s0", b"s1", b"s1", b"s2", b"s2"]
+
+
+def test_by_place_what_exceeds_a_share_stands_later_inside_its_tier_alone() -> None:
+    heads = [Head(b"a:o0", "m", 50.0, 2), Head(b"a:s0", "m", 90.0, 1), Head(b"a:s1", "m", 160.0, 1)]
+    assert order_of(heads, {b"o0": 200}, 100) == [b"s0", b"o0", b"o0", b"s1"]
 
 
 @given(views=views, budgets=budgets(), due=st.integers(1, 40))

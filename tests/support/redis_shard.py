@@ -20,14 +20,12 @@ from carpool.broker.redis.scripts import (
     DROP,
     FINISH,
     FORGET,
-    LAPSED,
     LEVEL,
     LOOK,
     RELEASE,
     RENEW,
     SUBMIT,
     SWEEP,
-    TAKE,
     WAS_READ,
 )
 from carpool.broker.redis.types import LEFT
@@ -40,9 +38,6 @@ TASK_BYTES = 256
 START_MS = 1_700_000_000_000
 LEASE_MS = 5_000
 OFFSETS = {"s0": 50, "s1": 150, "s2": 500}
-LINES = ("s0", "s1", "s2", "t0", "t1")
-# More than any clock counts, and still a whole number in Lua.
-STRICT_OFFSETS = {"s0": 0, "s1": 10**14, "s2": 2 * 10**14}
 
 
 class Entry(msgspec.Struct, frozen=True):
@@ -170,26 +165,24 @@ class ShardBench:
 
     # What a batcher does.
 
-    def take(
-        self,
-        budgets: Budget | Mapping[str, Budget],
-        *,
-        consumer: str = "b1",
-        lines: Sequence[str] = LINES,
-    ) -> list[Entry]:
-        """New entries."""
-        if isinstance(budgets, Budget):
-            budgets = {"m": budgets}
-        args: list[str | bytes | int] = [consumer, self._now(), *lines, ""]
-        for model, budget in budgets.items():
-            args += [model, budget.batches, budget.largest, len(budget.headroom)]
-            args += [part for pair in budget.headroom.items() for part in pair]
-        _, *streams = self.run(TAKE, *args)
-        return [
-            Entry(field.decode(), entry_id.decode(), value)
-            for field, entries in zip(streams[::2], streams[1::2], strict=True)
-            for entry_id, (_, value) in entries
-        ]
+    def take(self, budgets: Budget | Mapping[str, Budget], *, consumer: str = "b1") -> list[Entry]:
+        """New entries, in whole batches of a lane: stream by stream, those with the best places first."""
+        found: list[Entry] = []
+        for model, budget in ({"m": budgets} if isinstance(budgets, Budget) else budgets).items():
+            batches, headroom = budget.batches, dict(budget.headroom)
+            while heads := [
+                (place, field, unread)
+                for field, _, place, unread in self.peek(model)
+                if batches > 0 or headroom.get(field.split(":")[0], 0)
+            ]:
+                _, field, unread = min(heads)
+                lane = field.split(":")[0]
+                if not headroom.get(lane):
+                    batches, headroom[lane] = batches - 1, budget.largest
+                number = min(headroom[lane], unread)
+                headroom[lane] -= number
+                found += self.read(field, number, consumer=consumer)
+        return found
 
     def claim(
         self,
@@ -217,14 +210,14 @@ class ShardBench:
     def read(self, field: str, number: int, *, consumer: str = "b1") -> list[Entry]:
         """New entries by a plain command, as most are taken."""
         found: Any = self.client.xreadgroup(GROUP, consumer, {self.stream(field): ">"}, count=number)
-        self.run(LEVEL, self._now(), 0, field, number)
+        self.run(LEVEL, self._now(), "", 2, "m", "n", field, number)
         entries = found[0][1] if found else []
         return [Entry(field, entry_id.decode(), next(iter(fields.values()))) for entry_id, fields in entries]
 
     def peek(self, *models: str) -> list[tuple[str, str, int, int]]:
         """Field, model, place of the first and number of what waits."""
         models = models or ("m", "n")
-        _, *heads = self.run(LEVEL, self._now(), len(models), *models)
+        _, _, *heads = self.run(LEVEL, self._now(), "", len(models), *models)
         rows = [
             (model, flat[at : at + 3])
             for model, flat in zip(models, heads, strict=True)
@@ -234,7 +227,7 @@ class ShardBench:
 
     def has_lapsed(self) -> bool:
         """Whether a lease is over."""
-        return bool(self.run(LAPSED, LEASE_MS))
+        return bool(self.run(LEVEL, self._now(), LEASE_MS, 0)[1])
 
     def renew(self, *entries: Entry, consumer: str = "b1") -> list[tuple[str, str]]:
         """Keep leases; those that are lost."""

@@ -1,5 +1,6 @@
 """Tasks on a real Redis, with a batcher and gateways that are as small as they can be."""
 
+import asyncio
 import secrets
 import time
 from collections.abc import AsyncIterator
@@ -18,7 +19,6 @@ from carpool.broker.redis.gateway.task_removals import TaskRemovals
 from carpool.broker.redis.gateway.tasks import RedisTasks
 from carpool.broker.redis.keys import Keys, Shard
 from carpool.broker.redis.redis_ops import RedisOps
-from carpool.broker.redis.scripts import TAKE
 from carpool.core.errors import CarpoolError
 from carpool.core.outcome import Output
 from carpool.core.request import Request
@@ -99,13 +99,14 @@ class Office:
 
     async def take(self, *models: str) -> list[Taken]:
         """Take everything there is of the models, as a batcher does."""
-        wanted: list[Any] = []
-        for model in models or ("m",):
-            wanted += [model, 100, 100, 0]
         taken: list[Taken] = []
         for shard in self.keys.shards:
-            reply = await self.nodes.ask_script(TAKE, shard.slot, (shard.counts,), [b"b1", b"", b"", *wanted])
-            for field, entries in zip(reply[1::2], reply[2::2], strict=True):
+            came: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+            self.steps.read(shard, b"b1", models or ("m",), (), came.set_result)
+            reads = [(head.field, head.unread) for head in (await came).view.heads]
+            came = asyncio.get_running_loop().create_future()
+            self.steps.read(shard, b"b1", models or ("m",), reads, came.set_result)
+            for field, entries, _ in (await came).streams:
                 for entry_id, (header, value) in entries:
                     record, given = decode_value(value)
                     assert record.number == 0

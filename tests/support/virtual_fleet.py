@@ -7,9 +7,7 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from carpool.broker.redis.batcher.elsewhere import BatchersElsewhere
-from carpool.broker.redis.batcher.history import History
-from carpool.broker.redis.batcher.leases import NO_HEADER, EntryLease, LeasedEntries
+from carpool.broker.redis.batcher.leases import NO_HEADER, BatchersElsewhere, EntryLease, History, LeasedEntries
 from carpool.broker.redis.keys import Keys
 from carpool.core.errors import CarpoolError, DeadlineExceeded, GivenBack
 from carpool.core.outcome import Outcome, Output

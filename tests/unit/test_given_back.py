@@ -8,7 +8,7 @@ from random import Random
 import msgspec
 import pytest
 
-from carpool.broker.redis.batcher.history import RETURNS_MAX
+from carpool.broker.redis.batcher.leases import RETURNS_MAX
 from carpool.core.errors import UpstreamError
 from carpool.testing import AttemptFailedError, FakeUpstream, UpstreamCall, UpstreamResponse, echo, inputs_of
 from support.sick_endpoints import FAULTS

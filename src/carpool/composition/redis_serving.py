@@ -8,7 +8,7 @@ from functools import partial
 from carpool.broker.broker_ports import BatcherSide
 from carpool.broker.min_share import LOWEST_TIER_SHARE
 from carpool.broker.redis.batcher.consumer import Consumer
-from carpool.broker.redis.batcher.elsewhere import BatchersElsewhere
+from carpool.broker.redis.batcher.leases import BatchersElsewhere
 from carpool.broker.redis.batcher.replies import ReplyWriter
 from carpool.broker.redis.fleet.view import Heartbeat, ModelHeartbeat, endpoint_heartbeat
 from carpool.composition.redis_context import RedisContext, late_ms

@@ -4,36 +4,7 @@ All keys of a shard share one hash tag, so they lie in one slot of a Cluster and
 tags are chosen so that shard n of 16 lies in the n-th sixteenth of the slots: however many primaries share the slots
 evenly, they share the shards evenly.
 
-| key | type | what |
-|---|---|---|
-| `<ns>:{tag}:lanes` | hash | the streams that may have entries: `<lane>:<line>` → what its line adds to a time, whether
-  the lane counts against the bound, its model |
-| `<ns>:{tag}:heads:<model>` | zset | the streams that have entries no batcher took, by the place of the first |
-| `<ns>:{tag}:sizes` | hash | by stream: entries held (`h…`) and unread (`u…`); `looks`: the last number in `leased` |
-| `<ns>:{tag}:leased`, `:idle` | zset | streams with leases, in the order of looking; streams without entries |
-| `<ns>:{tag}:openers`, `:opened`, `:lines` | hash | lanes that count: who opened them, how many each, lines |
-| `<ns>:{tag}:counts` | hash | `held`: entries without an outcome, `unread`: those no batcher took, `unread:<line>`: of
-  one line; `letter`: the last letter's id, `letter_bytes`, `letters_counted` (ms); `input_bytes`, `result_bytes`,
-  `read_bytes`, their parts (scripts/bytes.lua) |
-| `<ns>:{tag}:q:<lane>:<line>` | stream | the entries of one lane and one line (a tier: synchronous requests, those of
-  them that came in late or exceed their owner's share, or tasks) |
-| `<ns>:{tag}:task:<id>` | hash | a task and its result |
-| `<ns>:{tag}:read` | list | tasks whose results were read, in that order: they go first where there is no room |
-| `<ns>:{tag}:gone:<lane>:<line>` | zset | numbers of tasks that were removed before a batcher took them |
-| `<ns>:{tag}:letters`, `:letter` | zset, hash | ids of dead letters in order; their contents by id |
-| `<ns>:{tag}:hooks`, `:hooks:<host>` | zset | hosts that outcomes are to be sent to, by when the first is due; tasks
-  of one host by when each is (`hooks`, `hook_bytes` in `counts`) |
-| `<ns>:{tag}:hook:<id>` | hash | the outcome of a task with its URL |
-| `<ns>:{tag}:bucket:<owner>:<limit>` | hash | a rate limit of an owner: `full`: when its bucket is full again, `at`:
-  when that was written (scripts/rates.lua) |
-| `<ns>:{tag}:kept`, `:kept-before` | hash | results for requests that are the same, by key; those that came before them
-  (`cache_bytes` in `counts`: both, `cache_before`, `cache_entries`, `cache_least`: scripts/keep.lua) |
-| `<ns>:{tag}:wakeup` | channel | published to when a stream without unread entries gets some: how many, place, name,
-  model |
-| `<ns>:replies:{<gateway>}` | stream | outcomes for one gateway's parked requests |
-| `<ns>:{fleet}:gateways`, `:batchers` | hash | who lives: name → heartbeat |
-| `<ns>:{fleet}:live` | hash | only while an operator looks at the live page: name → the last second of a process |
-| `<ns>:{fleet}:keys`, `:keys-version` | hash | API keys: name → digest and terms; `now`: another text at each change |
+What each key holds is in docs/redis.md.
 """
 
 from hashlib import blake2b
@@ -47,6 +18,8 @@ from redis.crc import key_slot
 # with the number of theirs in hex, and all processes of a fleet must agree.
 SHARDS_MAX = 16
 GROUP = b"batchers"
+# Of the keys of a shard that have a fixed name, as the fields of `Shard` below.
+NAMES = (b"lanes", b"counts", b"letters", b"letter", b"hooks", b"wakeup", b"unsure", b"kept", b"kept-before")
 
 
 class Shard(msgspec.Struct, frozen=True):
@@ -123,20 +96,7 @@ class Keys:
 
     def _shard(self, number: int) -> Shard:
         prefix = b"%b:{%b}:" % (self.namespace, shard_tag(number))
-        return Shard(
-            number,
-            key_slot(prefix),
-            prefix,
-            prefix + b"lanes",
-            prefix + b"counts",
-            prefix + b"letters",
-            prefix + b"letter",
-            prefix + b"hooks",
-            prefix + b"wakeup",
-            prefix + b"unsure",
-            prefix + b"kept",
-            prefix + b"kept-before",
-        )
+        return Shard(number, key_slot(prefix), prefix, *(prefix + name for name in NAMES))
 
 
 def shard_tag(number: int) -> bytes:

@@ -26,7 +26,7 @@ from carpool.broker.redis.client.link import (
 from carpool.broker.redis.client.nodes import Nodes, Script
 from carpool.broker.redis.formats import FAILED, PENDING, SUCCESS
 from carpool.broker.redis.keys import GROUP, Keys, Shard, tier_of
-from carpool.broker.redis.types import Budget, Claim, Head, QueueStream, ShardSnapshot, StreamEntries, Taken
+from carpool.broker.redis.types import Claim, Head, QueueStream, ShardSnapshot, StreamEntries, Taken
 from carpool.core.clock import monotonic
 from carpool.core.ports import RateAsk, RateTold
 from carpool.core.problem import code_of
@@ -217,7 +217,8 @@ class RedisOps:
 
     def count_again(self, shard: Shard, fields: Iterable[bytes]) -> None:
         """Have Redis count these streams again: some of what was to be added was refused."""
-        self._run(scripts.LEVEL, shard, (self._now_ms(), 0, *(part for field in fields for part in (field, 0))), ignore)
+        arguments = (self._now_ms(), b"", 0, *(part for field in fields for part in (field, 0)))
+        self._run(scripts.LEVEL, shard, arguments, ignore)
 
     def submit(
         self,
@@ -243,12 +244,7 @@ class RedisOps:
         """
         about = (stream.field, stream.about, held_max, lanes_max, self._now_ms(), header, owner, letter, *task_bounds)
         arguments: list[Argument] = [*about, len(values), *values, *(part for task in tasks for part in task)]
-        if eval_on is None:
-            self._run(scripts.SUBMIT, shard, arguments, reading(read_queued, done))
-        else:
-            eval_on.send(
-                shard.slot, reading(read_queued, done), b"EVAL", scripts.SUBMIT.source, 1, shard.counts, *arguments
-            )
+        self._run(scripts.SUBMIT, shard, arguments, reading(read_queued, done), eval_on)
 
     def submit_answered(
         self,
@@ -267,11 +263,7 @@ class RedisOps:
         """
         *names, url = task
         arguments: list[Argument] = [*names, result, kept_ms, stored_bytes_max, self._now_ms(), url, unsure_ms]
-        if eval_on is None:
-            self._run(scripts.ANSWERED, shard, arguments, reading(read_queued, done))
-        else:
-            told, source = reading(read_queued, done), scripts.ANSWERED.source
-            eval_on.send(shard.slot, told, b"EVAL", source, 1, shard.counts, *arguments)
+        self._run(scripts.ANSWERED, shard, arguments, reading(read_queued, done), eval_on)
 
     def accept_tasks(self, shard: Shard, task_ids: Sequence[str], done: Done[int]) -> None:
         """Let these tasks have outcomes: their gateway has accepted them."""
@@ -281,10 +273,8 @@ class RedisOps:
         """Delete entries (field, id, and in which case: NOT_HELD, LEFT or NOT_TAKEN). Where no client waits for
         one any more, its batcher gets a message. Says of each whether it was deleted while no batcher had it.
         """
-        arguments: list[Argument] = []
-        for entry in entries:
-            arguments += entry
-        self._run(scripts.CANCEL, shard, arguments, reading(lambda reply: [bool(each) for each in reply], done))
+        told = reading(lambda reply: [bool(each) for each in reply], done)
+        self._run(scripts.CANCEL, shard, [part for entry in entries for part in entry], told)
 
     def confirm(self, nodes: Nodes, shard: Shard, replicas: int, timeout_ms: int, done: Done[bool]) -> None:
         """Whether so many replicas have what was sent before on these connections."""
@@ -300,9 +290,12 @@ class RedisOps:
         models: Sequence[str],
         reads: Sequence[tuple[bytes, int]],
         done: Done[Taken],
+        *,
+        lease_ms: int | None = None,
     ) -> None:
-        """Take so many from each of these streams, if any, and look what waits in the shard. A plain read costs Redis a
-        quarter of a script that has to carry the entries; the script behind it only counts.
+        """Take so many from each of these streams, if any, and look what waits in the shard; with `lease_ms` also
+        whether a lease is over. A plain read costs Redis a quarter of a script that has to carry the entries; the
+        script behind it only counts.
         """
         # All of it or nothing: a batcher can only give back entries that come without the script's answer.
         if not self.nodes.has_room(shard.slot, READ_BYTES_MAX * len(reads) + SCRIPT_BYTES_MAX):
@@ -323,31 +316,14 @@ class RedisOps:
         asked_at = monotonic()
 
         def levelled(reply: Any) -> None:
-            view = read(reply, lambda reply: self._at_latest(read_view(reply, models), asked_at))
+            view = read(reply, lambda reply: self._view(reply, models, asked_at))
             if isinstance(view, RedisFailure) and not streams:
                 done(view)
             else:
                 done(Taken(streams, None if isinstance(view, RedisFailure) else view))
 
-        arguments: list[Argument] = [self._now_ms(), len(models), *models]
-        arguments += [part for pair in reads for part in pair]
-        self._run(scripts.LEVEL, shard, arguments, levelled)
-
-    def take(
-        self, shard: Shard, consumer: bytes, lines: Iterable[bytes], budgets: Sequence[Budget], done: Done[Taken]
-    ) -> None:
-        """Take the best that free slots can use, in whole batches."""
-        arguments = (consumer, self._now_ms(), *lines, b"", *budget_arguments(budgets))
-        asked_at = monotonic()
-
-        def understand(reply: Any) -> Taken:
-            return self._timed(read_taken(reply, budgets), asked_at)
-
-        self._run(scripts.TAKE, shard, arguments, reading(understand, done))
-
-    def has_lapsed(self, shard: Shard, lease_ms: int, done: Done[bool]) -> None:
-        """Whether a lease is over."""
-        self._run(scripts.LAPSED, shard, (lease_ms,), reading(bool, done))
+        of_reads = [part for pair in reads for part in pair]
+        self._run(scripts.LEVEL, shard, (self._now_ms(), lease_ms or b"", len(models), *models, *of_reads), levelled)
 
     def claim(
         self,
@@ -361,13 +337,15 @@ class RedisOps:
         """Take entries whose leases are over. `terms`: most deliveries, and the company in which none is a suspect."""
         arguments: list[Argument] = [consumer, self._now_ms(), lease_ms, *terms]
         for claim in claims:
-            arguments += (claim.model, claim.batches, claim.largest, claim.suspects, claim.left)
-            arguments.append(len(claim.again))
+            arguments += (claim.model, claim.batches, claim.largest, claim.suspects, claim.left, len(claim.again))
             arguments += [part for room in claim.again.items() for part in room]
         asked_at = monotonic()
 
         def understand(reply: Any) -> Taken:
-            return self._timed(read_claimed(reply, claims), asked_at)
+            view, more, suspects, *parts = reply
+            streams = [StreamEntries(*parts[at : at + 3]) for at in range(0, len(parts), 3)]
+            names = [frozenset(model.decode() for model in left) for left in (more, suspects)]
+            return Taken(streams, self._view(view, [claim.model for claim in claims], asked_at), *names)
 
         self._run(scripts.CLAIM, shard, arguments, reading(understand, done))
 
@@ -380,14 +358,11 @@ class RedisOps:
         self, shard: Shard, consumer: bytes, ids: Mapping[bytes, Sequence[bytes]], done: Done[set[tuple[bytes, bytes]]]
     ) -> None:
         """Keep leases, by stream; tells of those (field, id) that are lost."""
-
-        def lost(reply: Any) -> set[tuple[bytes, bytes]]:
-            return set(zip(reply[::2], reply[1::2], strict=True))
-
-        self._run(scripts.RENEW, shard, (consumer, *ids_arguments(ids)), reading(lost, done))
+        told = reading(lambda reply: set(zip(reply[::2], reply[1::2], strict=True)), done)
+        self._run(scripts.RENEW, shard, (consumer, *ids_arguments(ids)), told)
 
     def release(self, shard: Shard, consumer: bytes, entries: Mapping[bytes, Sequence[tuple[bytes, int]]]) -> None:
-        """Let other batchers have entries, by stream, each with what is carried along (batcher/history.py).
+        """Let other batchers have entries, by stream, each with what is carried along (batcher/leases.py).
 
         If this is lost, the leases end by themselves.
         """
@@ -412,8 +387,13 @@ class RedisOps:
         """Tidy up a part of a shard. `letters`: their bounds, ms until they go, and until all is counted; `late`: the
         result of tasks whose time is over, with @ for the id, ms that it is kept, and the receipt for them.
         """
+
+        def swept(reply: Any) -> Swept:
+            cursor, letters_dropped, facts, is_more = reply
+            return Swept(bytes(cursor), int(letters_dropped), ended_tasks(facts), int(is_more))
+
         arguments: list[Argument] = [cursor, self._now_ms(), consumer_gone_ms, *letters, *late]
-        self._run(scripts.SWEEP, shard, arguments, reading(read_swept, done))
+        self._run(scripts.SWEEP, shard, arguments, reading(swept, done))
 
     # Outcomes.
 
@@ -440,9 +420,8 @@ class RedisOps:
         """Give a task its result, if it has none, keep its letter, and acknowledge its entry; tells None if the task is
         not accepted yet, and nothing was done.
         """
-        arguments: list[Argument] = [result.task_id, field, entry_id, result.status, result.value]
-        arguments += (kept_ms, self._now_ms(), result.letter)
-        arguments += (shard.number, *letter_bounds, result.finisher, result.age_ms)
+        about = (result.task_id, field, entry_id, result.status, result.value, kept_ms, self._now_ms(), result.letter)
+        arguments: list[Argument] = [*about, shard.number, *letter_bounds, result.finisher, result.age_ms]
 
         def finished(reply: Any) -> Finished | None:
             return None if reply[0] < 0 else Finished(bool(reply[0]), *reply[1:])
@@ -463,9 +442,8 @@ class RedisOps:
         """
         problem, kept_ms, receipt = late
         arguments = (task_id, gateway, self._now_ms(), problem, kept_ms, int(with_standing), receipt)
-        self._run(
-            scripts.LOOK, self.keys.shard_of_task(task_id), arguments, reading(partial(read_looked_at, task_id), done)
-        )
+        told = reading(partial(read_looked_at, task_id), done)
+        self._run(scripts.LOOK, self.keys.shard_of_task(task_id), arguments, told)
 
     def remove_task(
         self, task_id: str, done: Done[Removed | None], *, was_refused: bool = False, receipt: bytes = b""
@@ -658,22 +636,41 @@ class RedisOps:
             interval = -(-TICKS_A_MINUTE // ask.per_minute)
             arguments += (interval, ask.capacity, ask.burst, ask.need, ask.want, ask.cost)
         keys = [shard.rate(ask.owner) for ask in asks]
-        self.nodes.run(scripts.RATES, shard.slot, keys, arguments, reading(read_rates, done))
+
+        def rates(reply: Any) -> list[RateTold]:
+            rows = zip(reply[::3], reply[1::3], reply[2::3], strict=True)
+            return [RateTold(granted, leased, ticks / TICKS_A_SECOND) for granted, leased, ticks in rows]
+
+        self.nodes.run(scripts.RATES, shard.slot, keys, arguments, reading(rates, done))
 
     # How.
 
-    def _timed(self, taken: Taken, asked_at: float) -> Taken:
-        assert taken.view is not None
-        return taken._replace(view=self._at_latest(taken.view, asked_at))
+    def _view(self, reply: Any, models: Sequence[str], asked_at: float) -> ShardSnapshot:
+        """From `view_of` in common.lua. Its time is the latest that it can be by now: an answer may lie in a socket
+        while its entries' time runs on.
+        """
+        now_ms, has_lapsed, *heads = reply
+        on_the_way_ms = 0 if self._now_ms() else int((monotonic() - asked_at) * 1000)
+        found = [
+            Head(bytes(flat[at]), model, float(flat[at + 1]), int(flat[at + 2]))
+            for model, flat in zip(models, heads, strict=True)
+            for at in range(0, len(flat), 3)
+        ]
+        found.sort(key=lambda head: (head.place, head.field))
+        return ShardSnapshot(int(now_ms) + on_the_way_ms, found, None if has_lapsed is None else bool(has_lapsed))
 
-    def _at_latest(self, view: ShardSnapshot, asked_at: float) -> ShardSnapshot:
-        """Set the latest time that it can be by now: an answer may lie in a socket while its entries' time runs on."""
-        if self._now_ms():
-            return view
-        return view._replace(now_ms=view.now_ms + int((monotonic() - asked_at) * 1000))
-
-    def _run(self, script: Script, shard: Shard, arguments: Sequence[Argument], done: Callable[[Any], None]) -> None:
-        self.nodes.run(script, shard.slot, (shard.counts,), arguments, done)
+    def _run(
+        self,
+        script: Script,
+        shard: Shard,
+        arguments: Sequence[Argument],
+        done: Callable[[Any], None],
+        eval_on: Nodes | None = None,
+    ) -> None:
+        if eval_on is None:
+            self.nodes.run(script, shard.slot, (shard.counts,), arguments, done)
+        else:
+            eval_on.send(shard.slot, done, b"EVAL", script.source, 1, shard.counts, *arguments)
 
     async def _ask(self, script: Script, shard: Shard, arguments: Sequence[Argument]) -> Any:
         return await self.nodes.ask_script(script, shard.slot, (shard.counts,), arguments)
@@ -692,38 +689,6 @@ def read(reply: Any, understand: Callable[[Any], Found]) -> Found | RedisFailure
 def reading(understand: Callable[[Any], Found], done: Done[Found]) -> Callable[[Any], None]:
     """Call `done` with what a reply says."""
     return lambda reply: done(read(reply, understand))
-
-
-def read_view(reply: Any, models: Sequence[str]) -> ShardSnapshot:
-    """From `view_of` in common.lua."""
-    now_ms, *heads = reply
-    found = [
-        Head(bytes(flat[at]), model, float(flat[at + 1]), int(flat[at + 2]))
-        for model, flat in zip(models, heads, strict=True)
-        for at in range(0, len(flat), 3)
-    ]
-    return ShardSnapshot(int(now_ms), sorted(found, key=lambda head: (head.place, head.field)))
-
-
-def read_taken(reply: Any, budgets: Sequence[Budget]) -> Taken:
-    """From take.lua: a view, and behind it the parts of each stream."""
-    view, *parts = reply
-    streams = [StreamEntries(*parts[at : at + 2]) for at in range(0, len(parts), 2)]
-    return Taken(streams, read_view(view, [budget.model for budget in budgets]))
-
-
-def read_claimed(reply: Any, claims: Sequence[Claim]) -> Taken:
-    """From claim.lua: a view, what is left, and behind it the parts of each stream."""
-    view, more, suspects, *parts = reply
-    streams = [StreamEntries(*parts[at : at + 3]) for at in range(0, len(parts), 3)]
-    models = [claim.model for claim in claims]
-    names = [frozenset(model.decode() for model in left) for left in (more, suspects)]
-    return Taken(streams, read_view(view, models), *names)
-
-
-def read_rates(reply: Any) -> list[RateTold]:
-    """From rates.lua: three numbers for each owner."""
-    return [RateTold(reply[at], reply[at + 1], reply[at + 2] / TICKS_A_SECOND) for at in range(0, len(reply), 3)]
 
 
 def read_queued(reply: Any) -> Queued:
@@ -769,12 +734,6 @@ def ended_tasks(facts: Sequence[Any]) -> list[EndedTask]:
     return [ended_task(*facts[first : first + 5]) for first in range(0, len(facts), 5)]
 
 
-def read_swept(reply: Any) -> Swept:
-    """From sweep.lua."""
-    cursor, letters_dropped, facts, is_more = reply
-    return Swept(bytes(cursor), int(letters_dropped), ended_tasks(facts), int(is_more))
-
-
 def read_task_state(reply: Any) -> RequestState | None:
     """From state.lua."""
     if reply is None:
@@ -787,15 +746,6 @@ def read_task_state(reply: Any) -> RequestState | None:
         "completed" if status == SUCCESS else "queued" if status == PENDING else "processing"
     )
     return RequestState(state, latency_ms, None, client_id)
-
-
-def budget_arguments(budgets: Sequence[Budget]) -> list[Argument]:
-    """As the scripts want them."""
-    arguments: list[Argument] = []
-    for budget in budgets:
-        arguments += (budget.model, budget.batches, budget.largest, len(budget.headroom))
-        arguments += [part for room in budget.headroom.items() for part in room]
-    return arguments
 
 
 def ids_arguments(ids: Mapping[bytes, Sequence[bytes]]) -> list[Argument]:

@@ -32,6 +32,7 @@ class Head(msgspec.Struct):
 
     def __post_init__(self) -> None:
         self.lane, _, self.line = self.field.partition(b":")
+        self.unread = max(self.unread, 1)  # else it would not be known: a count is wrong, and is put right by a look
 
 
 class ShardSnapshot(NamedTuple):
@@ -41,6 +42,8 @@ class ShardSnapshot(NamedTuple):
     now_ms: int
     # Of the models that were asked for: the best streams of each, by their places.
     heads: list[Head]
+    # Whether a lease is over; None if that was not asked.
+    has_lapsed: bool | None = None
 
 
 class StreamEntries(NamedTuple):

@@ -5,8 +5,8 @@
 2. One question at a time: the next one is asked when the last is answered, so that the limit holds over all shards.
    It goes to several shards at once if it takes several to fill the free slots; when it is quiet a wakeup says which
    one has something. What is taken for the last free slot waits a moment for company from shards that have more.
-3. Where more waits than can be taken, the shard whose best entry has the smallest virtual deadline goes first. What
-   exceeds its owner's share stands later inside its tier. With strict order, the lowest tier gets its minimum share.
+3. Where more waits than can be taken, the smallest virtual deadlines go first. What exceeds its owner's share stands
+   later inside its tier. With strict order, the lowest tier gets its minimum share.
 4. An entry is leased. Leases are renewed while their requests are staged or running, and until their outcome is
    acknowledged; those that are not renewed (their batcher died, or never got to see them) are claimed by any batcher.
 5. An entry that was delivered before may be the one that kills batchers (suspects.py).
@@ -24,22 +24,19 @@ from carpool.broker.broker_ports import FedModel, SuspectLetters
 from carpool.broker.memory import MemoryBroker
 from carpool.broker.min_share import SYNCHRONOUS_SHARE, MinShare
 from carpool.broker.redis.batcher.entries import Unpacker
-from carpool.broker.redis.batcher.history import history_of
-from carpool.broker.redis.batcher.leases import NEW, NO_HEADER, EntryLease, LeasedEntries, Leases
+from carpool.broker.redis.batcher.leases import NEW, NO_HEADER, EntryLease, LeasedEntries, Leases, history_of
 from carpool.broker.redis.batcher.replies import UNCONFIRMED_MAX, ReplyWriter
 from carpool.broker.redis.batcher.shards import (
     Offers,
     Reads,
     ShardView,
-    best_first,
     is_due_again,
-    is_scarce,
     is_task_line,
     offers_of,
+    plan_all,
     plan_by_place,
     plan_claims,
     plan_min_share,
-    plan_reads,
     shards_for_claims,
     synchronous_of_the_best,
 )
@@ -141,9 +138,6 @@ class Consumer:
         self._models = {model.name: model for model in models}
         self._model_names = list(self._models)
         self._late_ms = late_ms or {}
-        self._lines = [
-            b"%b=%d" % (line, late) if (late := self._late_ms.get(line)) else line for line in line_offsets_ms
-        ]
         self._line_offsets_ms = line_offsets_ms
         self._min_share = MinShare(min_share) if min_share else None
         self._is_strict = strict_order
@@ -176,8 +170,7 @@ class Consumer:
         self._is_look_due = True
         # When Redis last told how many wait there, and when there was last no slot to ask for.
         self._told_at = self._busy_at = clock()
-        # Shards with leases that were over at the last look, and those whose claims are due, in turn.
-        self._lapsed: list[ShardView] = []
+        # Shards whose claims are due, in turn.
         self._claims_due: list[ShardView] = []
         self._is_claims_turn = False
         # Entries whose clients left before they came here, and when that was heard.
@@ -362,34 +355,27 @@ class Consumer:
         if unknown:
             self._look_at(unknown)
         elif offers:
-            has_share = any(share.due() for share in self._synchronous.values())
-            is_tight = (len(offers) > 1 or has_share) and is_scarce(offers, budgets)
-            if is_tight:
-                offers = best_first(offers, self._late_ms)
-            else:
-                self._next_shard += 1
-                first = self._next_shard % len(offers)
-                offers = offers[first:] + offers[:first]
-            reads = self._plan_shares(offers, budgets, is_tight)
-            if not reads and is_tight and len(offers) > 1:
-                now_ms = self._steps.time_ms(offers[0][0].shard)
-                reads = plan_by_place(offers, budgets, self._line_offsets_ms, self._late_ms, now_ms)
-            if reads or (reads := plan_reads(offers, budgets)):
-                self._read(reads)
-            else:
-                self._take(offers[0][0], budgets)
+            self._next_shard += 1
+            first = self._next_shard % len(offers)
+            offers = offers[first:] + offers[:first]
+            self._read(plan_all(offers, budgets) or self._plan_order(offers, budgets))
 
-    def _plan_shares(self, offers: Offers, budgets: Sequence[Budget], is_tight: bool) -> Reads:
-        """What is due whatever the order: to the lowest tier, or to synchronous requests before old tasks."""
-        reads: Reads = {}
+    def _plan_order(self, offers: Offers, budgets: Sequence[Budget]) -> Reads:
+        """What to read where more waits than can be taken: what is due to the lowest tier, or to synchronous requests
+        before old tasks, and else the best places.
+        """
         if self._min_share is not None and (due := self._min_share.due()):
-            reads = plan_min_share(offers, budgets, lambda line: tier_of(line) == self._lowest_tier, due)
-        for budget in budgets if is_tight else ():
-            if not reads and (due := self._synchronous[budget.model].due()):
+            lowest = plan_min_share(offers, budgets, lambda line: tier_of(line) == self._lowest_tier, due)
+            if lowest:
+                return lowest
+        for budget in budgets:
+            if due := self._synchronous[budget.model].due():
                 own = offers_of(offers, budget.model)
                 is_due = synchronous_of_the_best(own, is_strict=self._is_strict)
-                reads = {} if is_due is None else plan_min_share(own, budgets, is_due, due)
-        return reads
+                if is_due is not None and (reads := plan_min_share(own, budgets, is_due, due)):
+                    return reads
+        now_ms = self._steps.time_ms(offers[0][0].shard)
+        return plan_by_place(offers, budgets, self._line_offsets_ms, self._late_ms, now_ms)
 
     def _budgets(self) -> list[Budget]:
         """What free slots can use beyond what is staged already."""
@@ -441,9 +427,6 @@ class Consumer:
         for number, streams in reads.items():
             view = self._views[number]
             self._steps.read(view.shard, self._consumer, self._model_names, streams, self._asks(view))
-
-    def _take(self, view: ShardView, budgets: Sequence[Budget]) -> None:
-        self._steps.take(view.shard, self._consumer, self._lines, self._for_all(budgets), self._asks(view))
 
     def _claim(self, views: Sequence[ShardView], budgets: Sequence[Budget]) -> None:
         """Take over from batchers that died. What one of them had is spread over the shards and rides together here: so
@@ -516,6 +499,8 @@ class Consumer:
             else:
                 view.told(taken.view)
                 self._told_at = self._clock()
+                if taken.view.has_lapsed:
+                    self._claim_later(view)
             read: list[tuple[str, bytes, int]] = []
             for stream in self._without_own(view.shard, taken.streams):
                 if taken.view is None or self.draining:  # their time is not known: to others, or at the next claim
@@ -594,24 +579,16 @@ class Consumer:
     def _are_done_with(self, leased: LeasedEntries) -> None:
         """All entries that were taken together are done with: if they were suspects, the next ones may come."""
         if self._suspects.have_left(leased):
-            for view in self._lapsed:
-                self._claim_later(view)
+            for view in self._views:
+                if view.has_lapsed:
+                    self._claim_later(view)
             self.notify()
 
     def _look_at(self, views: Sequence[ShardView], *, for_leases: bool = False) -> None:
-        """Ask shards what is there."""
-
-        def lapsed(view: ShardView, is_over: bool | RedisFailure) -> None:
-            if view in self._lapsed:
-                self._lapsed.remove(view)
-            if is_over is True:
-                self._lapsed.append(view)
-                self._claim_later(view)
-
+        """Ask shards what is there, and whether leases are over."""
+        lease_ms = self._lease_ms if for_leases else None
         for view in views:
-            if for_leases:  # before the view, whose answer asks the next question
-                self._steps.has_lapsed(view.shard, self._lease_ms, partial(lapsed, view))
-            self._steps.read(view.shard, self._consumer, self._model_names, (), self._asks(view))
+            self._steps.read(view.shard, self._consumer, self._model_names, (), self._asks(view), lease_ms=lease_ms)
 
     # Staging.
 

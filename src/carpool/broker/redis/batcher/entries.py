@@ -5,8 +5,7 @@ from collections.abc import Iterable, Sequence
 from math import inf
 
 from carpool.broker.broker_ports import FedModel, SuspectLetters
-from carpool.broker.redis.batcher.history import History, history_of
-from carpool.broker.redis.batcher.leases import NEW, EntryLease, LeasedEntries
+from carpool.broker.redis.batcher.leases import NEW, EntryLease, History, LeasedEntries, history_of
 from carpool.broker.redis.batcher.replies import ReplyWriter
 from carpool.broker.redis.batcher.suspects import DELIVERIES_MAX, company_of
 from carpool.broker.redis.formats import Header, NewerFormatError, began_ms, decode_header, decode_value

@@ -1,15 +1,25 @@
 """What a batcher took and answers for: leases, and how they are kept until their outcomes are acknowledged.
 
-A lease is for an entry, not for a batcher: no batcher renews what a lost reply brought, so it is claimed.
+A lease is for an entry, not for a batcher: no batcher renews what a lost reply brought, so it is claimed. What batchers
+know of an entry that others had before them:
+
+1. Redis counts how often an entry was delivered. A batcher that gives one back sets that count, and carries along in
+   it, above the deliveries: with how many batchers it failed, how often it was given back, whether it was a probe,
+   and whether its input was blamed. So nothing is written for entries that are served at once, and replicas know it.
+2. An entry goes back to the queue twice at most. So two batchers that are both sick cannot hand it to each other for
+   ever.
+3. An entry is a probe once: batchers whose endpoints failed must not try them with the same request one after another.
+4. An entry that failed with two batchers was not alone in its calls, as a rule: one of its company may have killed both
+   endpoints. From then on it is sent alone.
 """
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import msgspec
 
-from carpool.broker.redis.batcher.history import History
 from carpool.broker.redis.client.link import RedisFailure
 from carpool.broker.redis.formats import Header
 from carpool.broker.redis.keys import Shard
@@ -19,6 +29,61 @@ from carpool.core.defaults import do_nothing
 from carpool.core.request import Request
 
 IDS_A_CALL_MAX = 1000
+# As in scripts/common.lua.
+CARRIED_FROM = 1024
+_FAILURES_MAX, _RETURNS_MAX = 7, 3
+_RETURN, _PROBE, _BLAMED = 8, 32, 64
+# Rules 2 and 4.
+RETURNS_MAX = 2
+ALONE_FROM = 2
+
+
+class History(NamedTuple):
+    """One entry, before this batcher sends it."""
+
+    # How often it was delivered; each but the last time its batcher died.
+    deliveries: int = 1
+    # Batchers that sent it and got no answer for it.
+    failures: int = 0
+    returns: int = 0
+    was_probe: bool = False
+    # A batcher would have blamed its input, and asks for another batcher's verdict.
+    was_blamed: bool = False
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether it has a batch of its own: rule 4."""
+        return self.failures >= ALONE_FROM
+
+    @property
+    def may_go_back(self) -> bool:
+        """Rule 2."""
+        return self.returns < RETURNS_MAX
+
+    @property
+    def carried(self) -> int:
+        """As scripts/release.lua wants it."""
+        failures, returns = min(self.failures, _FAILURES_MAX), min(self.returns, _RETURNS_MAX)
+        return failures + _RETURN * returns + _PROBE * self.was_probe + _BLAMED * self.was_blamed
+
+    def given_back(self, *, failed: bool, was_probe: bool, is_alone: bool = False) -> "History":
+        """The history of an entry that goes back. `failed`: it was sent, and not answered; `is_alone`: it was sent
+        alone, too, and is to be so again.
+        """
+        failures = self.failures + failed
+        if is_alone:
+            failures = max(failures, ALONE_FROM)
+        was_probe, was_blamed = self.was_probe or was_probe, self.was_blamed or is_alone
+        return History(self.deliveries, failures, self.returns + 1, was_probe, was_blamed)
+
+
+def history_of(count: int) -> History:
+    """What Redis's count of deliveries says of an entry."""
+    carried, deliveries = divmod(count, CARRIED_FROM)
+    was_probe, was_blamed = carried % _BLAMED >= _PROBE, carried >= _BLAMED
+    return History(deliveries, carried % _RETURN, carried % _PROBE // _RETURN, was_probe, was_blamed)
+
+
 # Of an entry that no other batcher had.
 NEW = History()
 
@@ -135,3 +200,27 @@ def carried_by_stream(leases: Sequence[EntryLease]) -> dict[bytes, list[tuple[by
 def parts_of(leases: list[EntryLease]) -> list[list[EntryLease]]:
     """No call carries more ids than Lua can unpack, or than Redis should spend on one call."""
     return [leases[start : start + IDS_A_CALL_MAX] for start in range(0, len(leases), IDS_A_CALL_MAX)]
+
+
+class BatchersElsewhere:
+    """The other batchers of one model (core.ports.OtherBatchers)."""
+
+    def __init__(self, are_well: Callable[[], bool]) -> None:
+        # Whether one of them has an endpoint that works, by its heartbeat.
+        self.are_well = are_well
+
+    def may_serve(self, request: Request, *, for_verdict: bool = False) -> bool:
+        """Whether a request may go back to the queue. For a verdict: no other batcher has blamed its input yet."""
+        lease = request.ticket
+        if (
+            not isinstance(lease, EntryLease)
+            or not lease.history.may_go_back
+            or (for_verdict and lease.history.was_blamed)
+        ):
+            return False
+        return self.are_well()
+
+    def had(self, request: Request) -> bool:
+        """Whether another batcher has given a request back."""
+        lease = request.ticket
+        return isinstance(lease, EntryLease) and lease.history.returns > 0

@@ -20,8 +20,7 @@ from functools import partial
 from itertools import count
 from typing import Any
 
-from carpool.broker.redis.batcher.history import History
-from carpool.broker.redis.batcher.leases import EntryLease, by_stream, carried_by_stream, parts_of
+from carpool.broker.redis.batcher.leases import EntryLease, History, by_stream, carried_by_stream, parts_of
 from carpool.broker.redis.client.link import RedisFailure, Refused
 from carpool.broker.redis.dead_letters.bounds import LetterBounds
 from carpool.broker.redis.dead_letters.letters import letter_of

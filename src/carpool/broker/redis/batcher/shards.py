@@ -2,7 +2,6 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from math import inf
 from typing import NamedTuple
 
 import msgspec
@@ -12,8 +11,6 @@ from carpool.broker.redis.types import NONE, NOTHING, Budget, Claim, Head, Shard
 
 # One question goes to so many shards at most.
 SHARDS_A_QUESTION_MAX = 8
-# The same for `plan_by_place`, which looks for the best entries in all of them.
-SHARDS_BY_PLACE_MAX = 16
 # So many streams of a model are known in a shard: more than a question brings, and enough for any free slots.
 HEADS_KNOWN_MAX = 64
 # One shard gives no more at once.
@@ -33,7 +30,8 @@ class ShardView(msgspec.Struct, eq=False):
     barren_until: float = 0.0
     # What wakeups have told since the question that is out, by stream; None while none is out.
     woken: dict[bytes, Head] | None = None
-    # Models with suspects that were left at the last claim.
+    # Leases were over at the last look for that; models with suspects that were left at the last claim.
+    has_lapsed: bool = False
     suspects: frozenset[str] = frozenset()
 
     def asked(self) -> None:
@@ -43,6 +41,8 @@ class ShardView(msgspec.Struct, eq=False):
     def told(self, view: ShardSnapshot) -> None:
         """Redis has said what is there."""
         self.heads, self.barren_until = view.heads, 0.0
+        if view.has_lapsed is not None:
+            self.has_lapsed = view.has_lapsed
         woken, self.woken = self.woken or {}, None
         for head in woken.values():
             self._add(head)
@@ -96,22 +96,9 @@ class Room:
         self._largest = {budget.model: budget.largest for budget in budgets}
         self._headroom = {lane: room for budget in budgets for lane, room in budget.headroom.items()}
 
-    def copy(self) -> "Room":
-        """One to try something on."""
-        other = Room(())
-        other._batches, other._largest, other._headroom = dict(self._batches), self._largest, dict(self._headroom)
-        return other
-
     def for_lane(self, head: Head) -> int:
         """How many of a lane may come."""
         return self._headroom.get(head.lane, 0) + self._batches.get(head.model, 0) * self._largest.get(head.model, 0)
-
-    def has_used(self, head: Head) -> bool:
-        """Take all of a stream, if that fits."""
-        is_fitting = head.unread <= self.for_lane(head)
-        if is_fitting:
-            self.use(head, head.unread)
-        return is_fitting
 
     def use(self, head: Head, number: int) -> None:
         """So many of a lane are taken: what is left of its last batch is room for others of it."""
@@ -125,20 +112,6 @@ class Room:
 
 
 Reads = dict[int, list[tuple[bytes, int]]]
-
-
-def best_first(offers: Offers, late_ms: Mapping[bytes, int]) -> list[tuple[ShardView, list[Head]]]:
-    """Shards in the order in which they should be asked, while more waits than can be taken: by the first entry of the
-    tier whose turn it is. Inside that, a line may stand later; shards without any of it come behind, by their places.
-    """
-    tier = same_tier(min((head for _, heads in offers for head in heads), key=lambda head: head.place).line)
-
-    def order(offer: tuple[ShardView, list[Head]]) -> tuple[float, float, int]:
-        view, heads = offer
-        places = [head.place + late_ms.get(head.line, 0) for head in heads if same_tier(head.line) == tier]
-        return min(places, default=inf), heads[0].place, view.shard.number
-
-    return sorted(offers, key=order)
 
 
 def same_tier(line: bytes) -> bytes:
@@ -237,17 +210,6 @@ def _part_of(number: int, position: int, shards: int) -> int:
     return number // shards + (position < number % shards)
 
 
-def is_scarce(offers: Offers, budgets: Sequence[Budget]) -> bool:
-    """Whether more waits than can be taken: only then does it matter what goes first."""
-    room = Room(budgets)
-    for _, heads in offers:
-        for head in heads:
-            if head.unread > room.for_lane(head):
-                return True
-            room.use(head, head.unread)
-    return False
-
-
 class Place(NamedTuple):
     """Where a stream stands: the places of its first entry and of one that came now, and how many wait in it."""
 
@@ -305,13 +267,13 @@ def plan_by_place(
     late_ms: Mapping[bytes, int],
     now_ms: int,
 ) -> Reads:
-    """`plan_reads` where more waits than can be taken, in several shards: in order of the places, as if the entries of
-    each stream had come evenly. Inside its tier a line may stand later. Lanes come in by their first entries.
+    """What to read where more waits than can be taken: in order of the places, as if the entries of each stream had
+    come evenly. Inside its tier a line may stand later. Lanes come in by their first entries.
     """
     room = Room(budgets)
     reads: Reads = {}
     for budget in budgets:
-        found = best_lanes(offers_of(offers[:SHARDS_BY_PLACE_MAX], budget.model), budget)
+        found = best_lanes(offers_of(offers, budget.model), budget)
         if not found:
             continue
         total = budget.batches * budget.largest + sum(budget.headroom.values())
@@ -341,31 +303,21 @@ def plan_by_place(
     return reads
 
 
-def plan_reads(offers: Offers, budgets: Sequence[Budget]) -> Reads:
-    """By shard: streams and how many to read of each, which add up to what may be taken. Nothing where the order must
-    be found out: that is for a script.
-
-    Where all that is known of a shard fits there is no order to find out, and where it has one stream. Shards are read
-    together, as many as it takes to fill all free slots.
+def plan_all(offers: Offers, budgets: Sequence[Budget]) -> Reads | None:
+    """By shard: streams and how many to read of each, if all that waits fits; None if it does not, and the order
+    matters. Shards are read together.
     """
     room = Room(budgets)
-    reads: Reads = {}
-    for view, heads in offers[:SHARDS_A_QUESTION_MAX]:
-        if len(heads) > 1:
-            trial = room.copy()
-            if not all(trial.has_used(head) for head in heads):
-                break
-        streams = []
+    for _, heads in offers:
         for head in heads:
-            number = min(head.unread, room.for_lane(head))
-            if number:
-                streams.append((head.field, number))
-                room.use(head, number)
-        if streams:
-            reads[view.shard.number] = streams
-    if reads:
-        first = offers[0][1][0]
-        streams = next(iter(reads.values()))
-        if streams[0][0] == first.field:
-            streams[0] = (first.field, streams[0][1] + room.for_lane(first))  # there may be more by now
+            if head.unread > room.for_lane(head):
+                return None
+            room.use(head, head.unread)
+    reads = {
+        view.shard.number: [(head.field, head.unread) for head in heads]
+        for view, heads in offers[:SHARDS_A_QUESTION_MAX]
+    }
+    view, heads = offers[0]
+    # There may be more by now.
+    reads[view.shard.number][0] = (heads[0].field, heads[0].unread + room.for_lane(heads[0]))
     return reads

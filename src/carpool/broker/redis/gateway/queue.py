@@ -55,6 +55,8 @@ from carpool.core.timers import Every, OncePerTurn
 
 logger = logging.getLogger("carpool.broker")
 
+# Model, parameters, lane, tier, time in the queue, whether it is a task, over its owner's share, late.
+LaneAndLine = tuple[str, bytes, bytes, int, float, bool, bool, bool]
 CANCELS_A_CALL_MAX = 500
 # A script holds up Redis's other clients: none sees to more streams than this.
 STREAMS_A_CALL_MAX = 32
@@ -70,33 +72,28 @@ LATE_CODES = (DeadlineExceeded.code, QueueTimeout.code)
 NOT_LATE_S = 0.1
 
 
-class LaneRequests(msgspec.Struct, eq=False):
-    """The requests of one lane and line that leave in this turn, and what is the same for all of them."""
+class EnqueueBatch(msgspec.Struct, eq=False):
+    """Requests of one lane and line that are queued together, by one call."""
 
     stream: QueueStream
     header: bytes
     requests: list[Request]
-
-
-# What is queued in one shard: the requests of some groups.
-ShardRequests = list[tuple[LaneRequests, list[Request]]]
-
-
-class EnqueueBatch(msgspec.Struct, eq=False):
-    """Requests that were queued in one stream by one call."""
-
-    shard: Shard
-    field: bytes
-    requests: list[Request]
-    # Their entries' ids, or what came in place of one; empty until Redis has answered.
-    entry_ids: list[Any] = msgspec.field(default_factory=list)
+    # Where they are queued, once they leave; of each its entry's id, or what came in place of it, once Redis answered.
+    shard: Shard | None = None
+    entry_ids: list[Any] = []
     # Some entries have to be withdrawn as soon as the ids are known.
     has_left: bool = False
+
+    def withdrawal(self, entry_id: bytes, *of_parked: Any) -> "Withdrawal":
+        """One of its entries is to be deleted."""
+        assert self.shard is not None
+        return Withdrawal(self.shard, self.stream.field, entry_id, *of_parked)
 
 
 class Withdrawal(NamedTuple):
     """An entry that is to be deleted."""
 
+    shard: Shard
     field: bytes
     entry_id: bytes
     # Of a request that is still parked: the error that it gets if no batcher has its entry.
@@ -165,10 +162,12 @@ class RedisQueue:
             sampled=sampled,
             clock=clock,
         )
-        self._groups: Kept[tuple[str, bytes, bytes, int, float, bool, bool, bool], LaneRequests] = Kept(GROUPS_KEPT_MAX)
-        self._leaving: list[LaneRequests] = []
-        self._cancelled: defaultdict[int, list[Withdrawal]] = defaultdict(list)
-        self._to_withdraw: list[tuple[Shard, bytes, bytes]] = []
+        # By all that is the same for them: the stream and the header of requests; those that leave in this turn.
+        self._known: Kept[LaneAndLine, tuple[QueueStream, bytes]] = Kept(GROUPS_KEPT_MAX)
+        self._leaving: dict[LaneAndLine, EnqueueBatch] = {}
+        # Entries to delete, in this turn, and when their shards are back.
+        self._cancelled: list[Withdrawal] = []
+        self._to_withdraw: list[Withdrawal] = []
         # Runs while a node that is up has not deleted some.
         self._tries = Every(TRY_AGAIN_S, self._withdraw_left)
         self.flush = OncePerTurn(self._flush)
@@ -330,7 +329,7 @@ class RedisQueue:
         over_at = request.arrived + request.queue_timeout_s if is_for_slot else request.deadline
         if over_at - self._clock() < NOT_LATE_S:
             return False
-        if isinstance(request.held_by, EnqueueBatch):
+        if isinstance(request.held_by, EnqueueBatch) and request.held_by.shard is not None:
             self._nodes.ask_time(request.held_by.shard.slot)
         self.sent_again += 1
         self._queue(request)
@@ -339,7 +338,7 @@ class RedisQueue:
     def place_of(self, request: Request) -> tuple[Shard, bytes, bytes] | None:
         """Shard, field and id of a parked request's entry, if Redis has told it."""
         entry_id = entry_of(request) if request in self.pending else None
-        return None if entry_id is None else (request.held_by.shard, request.held_by.field, entry_id)
+        return None if entry_id is None else (request.held_by.shard, request.held_by.stream.field, entry_id)
 
     # Into Redis.
 
@@ -358,136 +357,113 @@ class RedisQueue:
             request.is_over,
             request.is_late,
         )
-        group = self._groups.get(key)
-        if group is None:
-            group = LaneRequests(stream_of(request, self._offsets_ms), header_of(request, self._name), [])
-            self._groups.keep(key, group, 2 * len(group.header))
-        if not group.requests:
-            self._leaving.append(group)
+        batch = self._leaving.get(key)
+        if batch is None:
+            known = self._known.get(key)
+            if known is None:
+                known = (stream_of(request, self._offsets_ms), header_of(request, self._name))
+                self._known.keep(key, known, 2 * len(known[1]))
+            batch = self._leaving[key] = EnqueueBatch(*known, [])
             self.flush.notify()
-        group.requests.append(request)
+        batch.requests.append(request)
 
     def _flush(self) -> None:
-        leaving, self._leaving = self._leaving, []
-        parts: list[tuple[LaneRequests, list[Request]]] = []
-        for group in leaving:
-            requests, group.requests = group.requests, []
-            # Clients may have left, or requests were handed on, since.
-            requests = self.pending.still_here(requests)
-            if requests:
-                inputs = [request.input for request in requests]
-                parts += [(group, part) for part, _ in parts_of(requests, inputs)]
-        for shard_requests in by_shard(parts):
+        leaving, self._leaving = self._leaving, {}
+        for batches in by_shard(self._parts_of(leaving.values())):
             try:
-                self._send(shard_requests)
+                self._send(batches)
             except Exception:  # a defect must not cost others of this turn their place
                 logger.exception("requests could not be queued")
-                for request in self.pending.still_here(
-                    request for _, requests in shard_requests for request in requests
-                ):
+                for request in self.pending.still_here(request for batch in batches for request in batch.requests):
                     self.settle(request, InternalError("the request could not be queued"))
-        if self._cancelled:
-            cancelled, self._cancelled = self._cancelled, defaultdict(list)
-            for number, entries in cancelled.items():
-                for start in range(0, len(entries), CANCELS_A_CALL_MAX):
-                    self._delete(self._keys.shards[number], entries[start : start + CANCELS_A_CALL_MAX])
+        cancelled: defaultdict[Shard, list[Withdrawal]] = defaultdict(list)
+        for entry in self._cancelled:
+            cancelled[entry.shard].append(entry)
+        self._cancelled = []
+        for shard, entries in cancelled.items():
+            for start in range(0, len(entries), CANCELS_A_CALL_MAX):
+                part = entries[start : start + CANCELS_A_CALL_MAX]
+                ids = [(each.field, each.entry_id, each.which) for each in part]
+                self._steps.cancel(shard, ids, partial(self._deleted, shard, part))
 
-    def _send(self, shard_requests: ShardRequests) -> None:
+    def _parts_of(self, batches: Iterable[EnqueueBatch]) -> Iterable[EnqueueBatch]:
+        """What one call may carry; without those whose clients have left, or that were handed on, since."""
+        for batch in batches:
+            if requests := self.pending.still_here(batch.requests):
+                for part, _ in parts_of(requests, [request.input for request in requests]):
+                    yield EnqueueBatch(batch.stream, batch.header, part)
+
+    def _send(self, batches: list[EnqueueBatch]) -> None:
         """Queue all of these requests in one shard."""
         if not self._up:
-            for _, requests in shard_requests:
-                self._send_again(requests)
+            for batch in batches:
+                self._send_again(batch.requests)
             return
         self._next_shard += 1
         shard = self._up[self._next_shard % len(self._up)]
         now, now_ms = self._clock(), self._steps.time_ms(shard)
-        entries = sum(len(requests) for _, requests in shard_requests)
-        lanes = sum(group.stream.is_bound for group, _ in shard_requests)
+        entries = sum(len(batch.requests) for batch in batches)
+        lanes = sum(batch.stream.is_bound for batch in batches)
         is_near_bound = self._held_in[shard.number] + 2 * entries > self._shard_max
         is_lanes_bound_near = 2 * self._lanes_in[shard.number] + lanes > self._lanes_max
+        plain: list[EnqueueBatch] = []
         additions: list[StreamAddition] = []
-        enqueue_batches: list[EnqueueBatch] = []
-        for group, requests in shard_requests:
-            enqueue_batch = EnqueueBatch(shard, group.stream.field, requests)
-            for request in requests:
-                request.held_by = enqueue_batch
-            if is_near_bound or (group.stream.is_bound and is_lanes_bound_near):
-                self._submit(group, enqueue_batch, now, now_ms)
+        for batch in batches:
+            batch.shard = shard
+            for request in batch.requests:
+                request.held_by = batch
+            owner, values = batch.requests[0].owner, values_of(batch.requests, now, now_ms)
+            if is_near_bound or (batch.stream.is_bound and is_lanes_bound_near):
+                whole = [record + content for record, content in values]
+                about = (shard, batch.stream, batch.header, owner, whole, partial(self._submitted, shard, batch))
+                self._steps.submit(*about, held_max=self._shard_max, lanes_max=self._lanes_max)
             else:
-                values = values_of(requests, now, now_ms)
-                additions.append(StreamAddition(group.stream, group.header, requests[0].owner, values))
-                enqueue_batches.append(enqueue_batch)
-        if additions:
-            self._steps.add(shard, additions, partial(self._added, shard, enqueue_batches))
+                plain.append(batch)
+                additions.append(StreamAddition(batch.stream, batch.header, owner, values))
+        if plain:
+            self._steps.add(shard, additions, partial(self._added, shard, plain))
 
-    def _submit(self, group: LaneRequests, enqueue_batch: EnqueueBatch, now: float, now_ms: int) -> None:
-        """Queue as many requests of a batch as there is room for."""
-        requests = enqueue_batch.requests
-        self._steps.submit(
-            enqueue_batch.shard,
-            group.stream,
-            group.header,
-            requests[0].owner,
-            [record + content for record, content in values_of(requests, now, now_ms)],
-            partial(self._queued, enqueue_batch),
-            held_max=self._shard_max,
-            lanes_max=self._lanes_max,
-        )
-
-    def _added(self, shard: Shard, enqueue_batches: list[EnqueueBatch], added: Added) -> None:
+    def _added(self, shard: Shard, batches: list[EnqueueBatch], added: Added) -> None:
         """The plain commands and the script behind them have their replies."""
-        for enqueue_batch, entry_ids in zip(enqueue_batches, added.entry_ids, strict=True):
-            enqueue_batch.entry_ids = entry_ids
-        refused = [
-            enqueue_batch
-            for enqueue_batch in enqueue_batches
-            if not all(isinstance(entry_id, bytes) for entry_id in enqueue_batch.entry_ids)
-        ]
+        refused = {
+            batch.stream.field: entry_id.code if isinstance(entry_id, Refused) else ""
+            for batch, entry_ids in zip(batches, added.entry_ids, strict=True)
+            for entry_id in entry_ids
+            if not isinstance(entry_id, bytes)
+        }
         # Where slots are moving, the next ones go by the script: it is redirected, plain commands are not.
-        is_moving = any(
-            isinstance(entry_id, Refused) and entry_id.code in MOVING
-            for enqueue_batch in refused
-            for entry_id in enqueue_batch.entry_ids
-        )
+        is_moving = any(code in MOVING for code in refused.values())
         if added.failure is None or is_moving:
             self._held_in[shard.number] = self._shard_max if is_moving else added.held
             self._lanes_in[shard.number] = added.lanes
         if refused and added.failure is None:  # the script has counted them
-            self._steps.count_again(shard, [enqueue_batch.field for enqueue_batch in refused])
-        for enqueue_batch in enqueue_batches:
-            self._batch_added(enqueue_batch, added.failure)
+            self._steps.count_again(shard, refused)
+        for batch, entry_ids in zip(batches, added.entry_ids, strict=True):
+            self._answered(batch, entry_ids, added.failure)
 
-    def _batch_added(self, enqueue_batch: EnqueueBatch, failure: RedisFailure | None) -> None:
-        for request, entry_id in zip(enqueue_batch.requests, enqueue_batch.entry_ids, strict=True):
-            if request.held_by is not enqueue_batch:
-                continue
-            if not isinstance(entry_id, bytes):
-                self._not_queued([request], entry_id)
-            elif failure is not None:  # it is in the stream, but batchers may not know of that
-                enqueue_batch.has_left = True
-                self._not_queued([request], failure)
-        self._withdraw_those_who_left(enqueue_batch)
-
-    def _queued(self, enqueue_batch: EnqueueBatch, queued: Queued | RedisFailure) -> None:
+    def _submitted(self, shard: Shard, batch: EnqueueBatch, queued: Queued | RedisFailure) -> None:
         """Redis has answered a submission."""
+        number = len(batch.requests)
         if isinstance(queued, RedisFailure):
-            self._not_queued(
-                [request for request in enqueue_batch.requests if request.held_by is enqueue_batch], queued
-            )
+            self._answered(batch, [queued] * number)
             return
-        number = enqueue_batch.shard.number
-        self._held_in[number], self._lanes_in[number] = queued.held, queued.lanes
-        enqueue_batch.entry_ids = list(queued.entry_ids)
-        for request in enqueue_batch.requests[len(queued.entry_ids) :]:
-            if request.held_by is enqueue_batch:
-                self.pending.end(request, REFUSALS["QUEUEFULL"]())
-        self._withdraw_those_who_left(enqueue_batch)
+        self._held_in[shard.number], self._lanes_in[shard.number] = queued.held, queued.lanes
+        no_room = NoRoom("the queue is full")
+        self._answered(batch, [*queued.entry_ids, *[no_room] * (number - len(queued.entry_ids))])
 
-    def _withdraw_those_who_left(self, enqueue_batch: EnqueueBatch) -> None:
-        if enqueue_batch.has_left:
-            for request, entry_id in zip(enqueue_batch.requests, enqueue_batch.entry_ids, strict=False):
-                if request.held_by is not enqueue_batch and isinstance(entry_id, bytes):
-                    self._cancelled[enqueue_batch.shard.number].append(Withdrawal(enqueue_batch.field, entry_id))
+    def _answered(self, batch: EnqueueBatch, entry_ids: list[Any], failure: RedisFailure | None = None) -> None:
+        """Redis has told the ids of entries, or why there are none. `failure`: why batchers may not know of them."""
+        batch.entry_ids = entry_ids
+        for request, entry_id in zip(batch.requests, entry_ids, strict=True):
+            if request.held_by is batch and not isinstance(entry_id, bytes):
+                self._not_queued([request], entry_id)
+            elif request.held_by is batch and failure is not None:
+                batch.has_left = True
+                self._not_queued([request], failure)
+        if batch.has_left:
+            for request, entry_id in zip(batch.requests, entry_ids, strict=True):
+                if request.held_by is not batch and isinstance(entry_id, bytes):
+                    self._cancelled.append(batch.withdrawal(entry_id))
             self.flush.notify()
 
     def _not_queued(self, waiting: list[Request], failure: RedisFailure) -> None:
@@ -520,13 +496,11 @@ class RedisQueue:
 
     def _leave_entry(self, request: Request) -> None:
         """Remember the entry of a request that goes another way: it is withdrawn as soon as it can be reached."""
-        enqueue_batch: EnqueueBatch | None = request.held_by
-        if enqueue_batch is None:
-            return
-        enqueue_batch.has_left = True
-        entry_id = entry_of(request)
-        if entry_id is not None and len(self._to_withdraw) < TO_WITHDRAW_MAX:
-            self._to_withdraw.append((enqueue_batch.shard, enqueue_batch.field, entry_id))
+        batch: EnqueueBatch | None = request.held_by
+        if batch is not None:
+            batch.has_left = True
+            if (entry_id := entry_of(request)) is not None and len(self._to_withdraw) < TO_WITHDRAW_MAX:
+                self._to_withdraw.append(batch.withdrawal(entry_id))
 
     def _move_to_local(self, request: Request) -> None:
         assert self._local is not None
@@ -547,59 +521,50 @@ class RedisQueue:
         """Have the entry deleted if no batcher has it. With `error`, the request is still parked: it is settled only if
         the entry was still there.
         """
-        enqueue_batch: EnqueueBatch | None = request.held_by
+        batch: EnqueueBatch | None = request.held_by
         entry_id = entry_of(request)
-        if enqueue_batch is None or entry_id is None or enqueue_batch.shard not in self._up:
+        if batch is None or entry_id is None or batch.shard not in self._up:
             self._leave_entry(request)
             if error is not None:
                 self.pending.end(request, error)
             return
-        waiting = None if error is None else request
-        self._cancelled[enqueue_batch.shard.number].append(Withdrawal(enqueue_batch.field, entry_id, waiting, error))
+        of_parked = () if error is None else (request, error)
+        self._cancelled.append(batch.withdrawal(entry_id, *of_parked))
         self.flush.notify()
-
-    def _delete(self, shard: Shard, entries: list[Withdrawal]) -> None:
-        ids = [(each.field, each.entry_id, each.which) for each in entries]
-        self._steps.cancel(shard, ids, partial(self._deleted, shard, entries))
 
     def _deleted(self, shard: Shard, entries: list[Withdrawal], deleted: list[bool] | RedisFailure) -> None:
         if isinstance(deleted, RedisFailure):
             # Requests that wait still have their deadline; the entries of the others are left until the shard is back.
-            left = [(shard, each.field, each.entry_id) for each in entries if each.request is None]
+            left = [each for each in entries if each.request is None]
             self._to_withdraw += left[: TO_WITHDRAW_MAX - len(self._to_withdraw)]
             if self._nodes.is_up(shard.slot):  # it was never away: there was no room for this, or it was refused
                 self._tries.start()
             return
-        for (_, _, request, error), was_deleted in zip(entries, deleted, strict=False):
-            if request is not None and error is not None and was_deleted and request in self.pending:
-                self.pending.end(request, error)
+        for entry, was_deleted in zip(entries, deleted, strict=False):
+            if entry.request is not None and entry.error is not None and was_deleted and entry.request in self.pending:
+                self.pending.end(entry.request, entry.error)
 
     def _withdraw_left(self) -> None:
         self._tries.stop()
         left, self._to_withdraw = self._to_withdraw, []
         for entry in left:
-            shard, field, entry_id = entry
-            if shard in self._up:
-                self._cancelled[shard.number].append(Withdrawal(field, entry_id))
-            else:
-                self._to_withdraw.append(entry)
+            (self._cancelled if entry.shard in self._up else self._to_withdraw).append(entry)
         self.flush.notify()
 
 
-def by_shard(parts: Iterable[tuple[LaneRequests, list[Request]]]) -> Iterable[ShardRequests]:
+def by_shard(batches: Iterable[EnqueueBatch]) -> Iterable[list[EnqueueBatch]]:
     """What is queued together, in one shard: one step for all streams costs Redis far less than one for each."""
-    shard_requests: ShardRequests = []
+    together: list[EnqueueBatch] = []
     entries = 0
-    for group, requests in parts:
-        if shard_requests and (
-            entries + len(requests) > ENTRIES_A_CALL_MAX or len(shard_requests) >= STREAMS_A_CALL_MAX
-        ):
-            yield shard_requests
-            shard_requests, entries = [], 0
-        shard_requests.append((group, requests))
-        entries += len(requests)
-    if shard_requests:
-        yield shard_requests
+    for batch in batches:
+        number = len(batch.requests)
+        if together and (entries + number > ENTRIES_A_CALL_MAX or len(together) >= STREAMS_A_CALL_MAX):
+            yield together
+            together, entries = [], 0
+        together.append(batch)
+        entries += number
+    if together:
+        yield together
 
 
 def memory_full() -> BrokerMemoryFull:
@@ -609,9 +574,8 @@ def memory_full() -> BrokerMemoryFull:
 
 def entry_of(request: Request) -> bytes | None:
     """The id of a request's entry, if it has one and it is known."""
-    enqueue_batch: EnqueueBatch | None = request.held_by
-    if enqueue_batch is None:
+    batch: EnqueueBatch | None = request.held_by
+    if batch is None or not batch.entry_ids:
         return None
-    position = enqueue_batch.requests.index(request)
-    entry_id = enqueue_batch.entry_ids[position] if position < len(enqueue_batch.entry_ids) else None
+    entry_id = batch.entry_ids[batch.requests.index(request)]
     return entry_id if isinstance(entry_id, bytes) else None

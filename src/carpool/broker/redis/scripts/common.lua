@@ -5,7 +5,7 @@ local GROUP = 'batchers'
 local COUNTS = KEYS[1]
 local PREFIX = string.sub(COUNTS, 1, -#'counts' - 1)
 local LANES, SIZES, LEASED, IDLE = PREFIX .. 'lanes', PREFIX .. 'sizes', PREFIX .. 'leased', PREFIX .. 'idle'
-local OPENERS, OPENED, LINES = PREFIX .. 'openers', PREFIX .. 'opened', PREFIX .. 'lines'
+local OPENERS = PREFIX .. 'openers'
 local LETTERS, LETTER_BODIES = PREFIX .. 'letters', PREFIX .. 'letter'
 local WAKEUP = PREFIX .. 'wakeup'
 
@@ -103,35 +103,25 @@ local function notify(field, model, place, unread)
   redis.call('SPUBLISH', WAKEUP, string.format('%d %.0f %s %s', unread, place, field, model))
 end
 
--- A stream has entries to take, and had none. `lines` has those streams of lanes that count, and how many each lane has.
+-- A stream has entries to take, and had none: `openers` has those of lanes that count against the bound.
 local function begins_to_wait(field, bound, owner)
-  local lane = lane_of(field)
-  if bound and redis.call('HSETNX', LINES, field, '') == 1 and redis.call('HINCRBY', LINES, lane, 1) == 1 then
-    redis.call('HSET', OPENERS, lane, owner)
-    redis.call('HINCRBY', OPENED, owner, 1)
+  if bound then
+    redis.call('HSETNX', OPENERS, field, owner)
   end
 end
 
 -- It has none any more.
 local function ends_to_wait(field, bound, model)
   redis.call('ZREM', heads_of(model), field)
-  if bound and redis.call('HDEL', LINES, field) == 1 then
-    local lane = lane_of(field)
-    if redis.call('HINCRBY', LINES, lane, -1) <= 0 then
-      local owner = redis.call('HGET', OPENERS, lane)
-      redis.call('HDEL', LINES, lane)
-      redis.call('HDEL', OPENERS, lane)
-      if owner and redis.call('HINCRBY', OPENED, owner, -1) <= 0 then
-        redis.call('HDEL', OPENED, owner)
-      end
-    end
+  if bound then
+    redis.call('HDEL', OPENERS, field)
   end
 end
 
 -- An entry that a batcher gave back has had no lease for so long: every other batcher may have it at once.
 local GIVEN_BACK_MS = 86400000
 -- Redis counts the deliveries of an entry. The count is below this; what batchers carry along is a multiple of it
--- (history.py).
+-- (leases.py).
 local CARRIED_FROM = 1024
 
 local function deliveries_of(lease)
@@ -300,11 +290,11 @@ local function drop_idle(number, now)
   end
 end
 
--- What a batcher must know of a shard: now, then for each model the best streams with entries nobody took: field, place
--- and how many.
+-- What a batcher must know of a shard: now, whether a lease is over (nil if nobody asked), then for each model the best
+-- streams with entries nobody took: field, place and how many.
 local HEADS_MAX = 32
-local function view_of(models, now)
-  local view = { now }
+local function view_of(models, now, has_lapsed)
+  local view = { now, has_lapsed or false }
   for _, model in ipairs(models) do
     local found = redis.call('ZRANGE', heads_of(model), 0, HEADS_MAX - 1, 'WITHSCORES')
     local heads = {}

@@ -1,5 +1,5 @@
 -- Let other batchers have entries: their leases end now, and these deliveries do not count. Batchers are woken up.
--- ARGV: consumer, then for each stream: field, number of ids, of each entry: its id, what is carried along (history.py)
+-- ARGV: consumer, then for each stream: field, number of ids, of each entry: its id, what is carried along (leases.py)
 local at = 2
 while ARGV[at] do
   local field, number, released = ARGV[at], tonumber(ARGV[at + 1]), 0

@@ -53,10 +53,13 @@ if ARGV[VALUES + values + 1] then
 end
 
 local _, bound = read_about(text)
-if bound and redis.call('HEXISTS', OPENERS, lane_of(field)) == 0 and redis.call('HLEN', OPENERS) >= lanes_max then
+if bound and redis.call('HEXISTS', OPENERS, field) == 0 and redis.call('HLEN', OPENERS) >= lanes_max then
   -- Whoever has opened less than its share of them is not refused because of what others have opened.
-  local own = tonumber(redis.call('HGET', OPENED, owner) or '0')
-  local owners = redis.call('HLEN', OPENED) + (own == 0 and 1 or 0)
+  local own, owners, known = 0, 1, { [owner] = true }
+  for _, opener in ipairs(redis.call('HVALS', OPENERS)) do
+    own, owners = own + (opener == owner and 1 or 0), owners + (known[opener] and 0 or 1)
+    known[opener] = true
+  end
   if own >= math.max(1, math.floor(lanes_max / owners)) then
     return redis.error_reply('LANESFULL too many lanes wait')
   end

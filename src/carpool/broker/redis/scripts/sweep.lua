@@ -151,7 +151,7 @@ end
 -- An older Carpool, or somebody else, may have changed that.
 local function count_streams()
   local sizes, lanes = facts_of(redis.call('HGETALL', SIZES)), redis.call('HGETALL', LANES)
-  local held, unread, waiting, is_known, by_line = 0, 0, {}, {}, {}
+  local held, unread, is_waiting, is_known, by_line = 0, 0, {}, {}, {}
   for _, name in ipairs(redis.call('HKEYS', COUNTS)) do
     if string.sub(name, 1, 7) == 'unread:' then
       by_line[name] = 0
@@ -165,7 +165,7 @@ local function count_streams()
     held, unread = held + (tonumber(sizes['h' .. field] or '0') or 0), unread + left
     by_line[unread_of(field)] = (by_line[unread_of(field)] or 0) + left
     if bound and left > 0 then
-      waiting[#waiting + 1] = field
+      is_waiting[field] = true
     end
   end
   redis.call('HSET', COUNTS, 'held', held, 'unread', unread)
@@ -181,25 +181,13 @@ local function count_streams()
       redis.call('HDEL', SIZES, name)
     end
   end
-  local is_waiting, owners = {}, facts_of(redis.call('HGETALL', OPENERS))
-  local lines, known = facts_of(redis.call('HGETALL', LINES)), 0
-  for _ in pairs(lines) do
-    known = known + 1
-  end
-  known = known - redis.call('HLEN', OPENERS)
-  for _, field in ipairs(waiting) do
-    is_waiting[lane_of(field)] = true
-    known = known - (lines[field] and 1 or 0)
-  end
-  local is_stale = known ~= 0
-  for lane in pairs(owners) do
-    is_stale = is_stale or not is_waiting[lane]
-  end
-  if is_stale then
-    redis.call('DEL', OPENERS, OPENED, LINES)
-    for _, field in ipairs(waiting) do
-      begins_to_wait(field, true, owners[lane_of(field)] or '')
+  for _, field in ipairs(redis.call('HKEYS', OPENERS)) do
+    if not is_waiting[field] then
+      redis.call('HDEL', OPENERS, field)
     end
+  end
+  for field in pairs(is_waiting) do
+    begins_to_wait(field, true, '')
   end
 end
 
@@ -253,7 +241,7 @@ local function sweep_letters()
 end
 
 if ARGV[1] == '0' then
-  for _, key in ipairs({ COUNTS, LANES, SIZES, OPENERS, OPENED, LINES, LETTER_BODIES }) do
+  for _, key in ipairs({ COUNTS, LANES, SIZES, OPENERS, LETTER_BODIES }) do
     heal(key, 'hash')
   end
   for _, key in ipairs({ LEASED, IDLE, LETTERS, HOOKS, UNSURE }) do
