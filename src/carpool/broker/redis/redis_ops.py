@@ -60,27 +60,6 @@ class Queued(NamedTuple):
     lanes: int
 
 
-class StreamAddition(NamedTuple):
-    """Entries for one stream; of each value its two parts."""
-
-    stream: QueueStream
-    header: bytes
-    # Of the first one.
-    owner: str
-    values: Sequence[tuple[bytes, bytes]]
-
-
-class Added(NamedTuple):
-    """What became of entries that were added by plain commands."""
-
-    # By addition, for each entry its id, or what came in its place.
-    entry_ids: list[list[bytes | RedisFailure]]
-    held: int
-    lanes: int
-    # Why batchers may not know of them; None if they do.
-    failure: RedisFailure | None
-
-
 class EndedTask(NamedTuple):
     """A task that got its outcome in Redis: no process has it."""
 
@@ -180,9 +159,16 @@ class RedisOps:
 
     # Into the queue.
 
-    def add(self, shard: Shard, additions: Sequence[StreamAddition], done: Callable[[Added], None]) -> None:
+    def add(
+        self,
+        shard: Shard,
+        additions: Sequence[tuple[QueueStream, bytes, str, Sequence[tuple[bytes, bytes]]]],
+        done: Callable[[list[list[Any]], tuple[int, int] | RedisFailure], None],
+    ) -> None:
         """Queue where no bound is near: Redis adds entries by plain commands in half the time that a script takes, and
-        one script behind them tells of all streams that they went to.
+        one script behind them tells of all streams that they went to. `additions`: of each stream the header, the owner
+        of its first entry, the values in two parts. Tells for each of them the ids, or what came in place of one; and
+        how many entries and lanes there are now, or why batchers may not know of them.
 
         A few more than the bounds may come in this way, as many as other gateways add in one turn.
         """
@@ -198,22 +184,16 @@ class RedisOps:
         # All of it or nothing: entries that no script tells of are not found, and it must count none that never came.
         if not self.nodes.has_room(shard.slot, sum(size for _, size in commands) + SCRIPT_BYTES_MAX):
             no_room = NoRoom("too much waits for Redis")
-            nothing = Added([[no_room] * len(packed) for packed, _ in commands], 0, 0, no_room)
-            asyncio.get_running_loop().call_soon(done, nothing)
+            nothing = [[no_room] * len(packed) for packed, _ in commands]
+            asyncio.get_running_loop().call_soon(done, nothing, no_room)
             return
         replies: list[list[Any]] = []
         for packed, size in commands:
             came: list[Any] = []
             replies.append(came)
             self.nodes.send_all(shard.slot, came.append, packed, size)
-
-        def arrived(reply: Any) -> None:
-            known = read(reply, lambda reply: (int(reply[0]), int(reply[1])))
-            failure = known if isinstance(known, RedisFailure) else None
-            held, lanes = (0, 0) if isinstance(known, RedisFailure) else known
-            done(Added(replies, held, lanes, failure))
-
-        self._run(scripts.ARRIVED, shard, arguments, arrived)
+        told = reading(lambda reply: (int(reply[0]), int(reply[1])), partial(done, replies))
+        self._run(scripts.ARRIVED, shard, arguments, told)
 
     def count_again(self, shard: Shard, fields: Iterable[bytes]) -> None:
         """Have Redis count these streams again: some of what was to be added was refused."""

@@ -30,7 +30,7 @@ from carpool.broker.redis.gateway.entries import ENTRIES_A_CALL_MAX, header_of, 
 from carpool.broker.redis.gateway.refusals import REFUSALS, error_of, out_of_reach
 from carpool.broker.redis.gateway.replies import ReplyReader
 from carpool.broker.redis.keys import Shard
-from carpool.broker.redis.redis_ops import Added, Queued, RedisOps, StreamAddition
+from carpool.broker.redis.redis_ops import Queued, RedisOps
 from carpool.broker.redis.types import LEFT, NOT_HELD, NOT_TAKEN, QueueStream
 from carpool.core.clock import Clock, monotonic
 from carpool.core.defaults import do_nothing, no
@@ -407,7 +407,7 @@ class RedisQueue:
         is_near_bound = self._held_in[shard.number] + 2 * entries > self._shard_max
         is_lanes_bound_near = 2 * self._lanes_in[shard.number] + lanes > self._lanes_max
         plain: list[EnqueueBatch] = []
-        additions: list[StreamAddition] = []
+        additions: list[Any] = []
         for batch in batches:
             batch.shard = shard
             for request in batch.requests:
@@ -419,27 +419,31 @@ class RedisQueue:
                 self._steps.submit(*about, held_max=self._shard_max, lanes_max=self._lanes_max)
             else:
                 plain.append(batch)
-                additions.append(StreamAddition(batch.stream, batch.header, owner, values))
+                additions.append((batch.stream, batch.header, owner, values))
         if plain:
             self._steps.add(shard, additions, partial(self._added, shard, plain))
 
-    def _added(self, shard: Shard, batches: list[EnqueueBatch], added: Added) -> None:
+    def _added(
+        self,
+        shard: Shard,
+        batches: list[EnqueueBatch],
+        entry_ids: list[list[Any]],
+        counts: tuple[int, int] | RedisFailure,
+    ) -> None:
         """The plain commands and the script behind them have their replies."""
-        refused = {
-            batch.stream.field: entry_id.code if isinstance(entry_id, Refused) else ""
-            for batch, entry_ids in zip(batches, added.entry_ids, strict=True)
-            for entry_id in entry_ids
-            if not isinstance(entry_id, bytes)
-        }
-        # Where slots are moving, the next ones go by the script: it is redirected, plain commands are not.
-        is_moving = any(code in MOVING for code in refused.values())
-        if added.failure is None or is_moving:
-            self._held_in[shard.number] = self._shard_max if is_moving else added.held
-            self._lanes_in[shard.number] = added.lanes
-        if refused and added.failure is None:  # the script has counted them
+        failure = counts if isinstance(counts, RedisFailure) else None
+        if not isinstance(counts, RedisFailure):
+            self._held_in[shard.number], self._lanes_in[shard.number] = counts
+        refused: list[bytes] = []
+        for batch, ids in zip(batches, entry_ids, strict=True):
+            if not all(isinstance(entry_id, bytes) for entry_id in ids):
+                refused.append(batch.stream.field)
+                # Where slots are moving, the next ones go by the script: it is redirected, plain commands are not.
+                if any(isinstance(entry_id, Refused) and entry_id.code in MOVING for entry_id in ids):
+                    self._held_in[shard.number] = self._shard_max
+            self._answered(batch, ids, failure)
+        if refused and failure is None:  # the script has counted them
             self._steps.count_again(shard, refused)
-        for batch, entry_ids in zip(batches, added.entry_ids, strict=True):
-            self._answered(batch, entry_ids, added.failure)
 
     def _submitted(self, shard: Shard, batch: EnqueueBatch, queued: Queued | RedisFailure) -> None:
         """Redis has answered a submission."""
