@@ -1,8 +1,8 @@
 """Keeping the shards tidy: every batcher sweeps all of them from time to time."""
 
 import asyncio
+from collections import deque
 from collections.abc import Callable
-from functools import partial
 
 from carpool.broker.redis.client.link import RedisFailure
 from carpool.broker.redis.dead_letters.bounds import LetterBounds
@@ -40,14 +40,7 @@ class Sweeper:
         self._ended = EndedTasks(steps, LATE, ended)
         self._letter_bounds = letter_bounds
         self._sweeps = Every(EVERY_S, self.sweep_all)
-        # Shards that are to be swept, in turn, and where to go on; those of which more is due than was done.
-        self._due: dict[Shard, bytes] = {}
-        self._unfinished: set[Shard] = set()
-        # A part is under way, or its pause.
-        self._is_busy = False
-        self._sent_at = 0.0
-        self._pause: asyncio.TimerHandle | None = None
-        self._is_closed = False
+        self._sweeping: asyncio.Task[None] | None = None
 
     def start(self) -> None:
         """Sweep from now on."""
@@ -55,50 +48,45 @@ class Sweeper:
 
     def close(self) -> None:
         """Sweep no more."""
-        self._is_closed = True
         self._sweeps.stop()
         self._ended.close()
-        if self._pause is not None:
-            self._pause.cancel()
+        if self._sweeping is not None:
+            self._sweeping.cancel()
 
     def sweep_all(self) -> None:
-        """Tidy up every shard, one part after the other."""
-        for shard in self._steps.keys.shards:
-            self._due.setdefault(shard, BEGINNING)
-        self._sweep_next()
+        """Tidy up every shard, unless that is under way."""
+        if self._sweeping is None or self._sweeping.done():
+            self._sweeping = asyncio.create_task(self._sweep())
 
-    def _sweep_next(self) -> None:
-        """A part of the shard whose turn it is."""
-        if self._is_busy or not self._due:
-            return
-        self._is_busy = True
-        self._sent_at = asyncio.get_running_loop().time()
-        shard, cursor = next(iter(self._due.items()))
+    async def _sweep(self) -> None:
+        loop = asyncio.get_running_loop()
+        # Where to go on, and whether a part before has left something; the shards take turns.
+        due = deque((shard, BEGINNING, False) for shard in self._steps.keys.shards)
+        while due:
+            shard, cursor, is_more = due.popleft()
+            sent_at = loop.time()
+            result = await self._sweep_part(shard, cursor)
+            if isinstance(result, Swept):
+                is_more = is_more or bool(result.is_more)
+                if result.cursor:
+                    due.append((shard, result.cursor, is_more))
+                elif is_more:
+                    due.append((shard, BEGINNING, False))
+            await asyncio.sleep(min(max(PAUSES_A_PART * (loop.time() - sent_at), PAUSE_S_MIN), PAUSE_S_MAX))
+
+    async def _sweep_part(self, shard: Shard, cursor: bytes) -> Swept | RedisFailure:
         letters = (*self._letter_bounds.arguments(), self._letter_bounds.ttl_ms, COUNT_ALL_EVERY_MS)
         receipt = self._ended.receipt()
-        swept = partial(self._swept, shard, receipt)
+        came: asyncio.Future[Swept | RedisFailure] = asyncio.get_running_loop().create_future()
+
+        def swept(result: Swept | RedisFailure) -> None:
+            if isinstance(result, RedisFailure):
+                self._ended.failed(shard, result)
+            else:
+                self._letter_bounds.note_dropped(result.letters_dropped)
+                self._ended.came(shard, receipt, result.tasks_ended)
+            if not came.done():  # it is when the sweeper was closed
+                came.set_result(result)
+
         self._steps.sweep(shard, cursor, CONSUMER_GONE_MS, letters, (*self._late, receipt), swept)
-
-    def _swept(self, shard: Shard, receipt: bytes, result: Swept | RedisFailure) -> None:
-        took_s = asyncio.get_running_loop().time() - self._sent_at
-        if not self._is_closed:
-            pause_s = min(max(PAUSES_A_PART * took_s, PAUSE_S_MIN), PAUSE_S_MAX)
-            self._pause = asyncio.get_running_loop().call_later(pause_s, self._rested)
-        del self._due[shard]
-        if isinstance(result, RedisFailure):  # until the next sweep
-            self._unfinished.discard(shard)
-            self._ended.failed(shard, result)
-            return
-        self._letter_bounds.note_dropped(result.letters_dropped)
-        self._ended.came(shard, receipt, result.tasks_ended)
-        if result.is_more:
-            self._unfinished.add(shard)
-        if result.cursor:
-            self._due[shard] = result.cursor
-        elif shard in self._unfinished:
-            self._unfinished.remove(shard)
-            self._due[shard] = BEGINNING
-
-    def _rested(self) -> None:
-        self._is_busy = False
-        self._sweep_next()
+        return await came
