@@ -13,6 +13,7 @@ from carpool.broker.redis.formats import (
     REPLY_FORMAT,
     EntryRecord,
     Header,
+    More,
     NewerFormatError,
     Reply,
     UnknownFormatError,
@@ -30,7 +31,9 @@ ids = st.text(string.ascii_letters + string.digits + "-_", max_size=255)
 owners = st.text(string.hexdigits + ".:/", max_size=64)
 texts = st.text(max_size=200)
 numbers = st.integers(0, 2**63)
-records = st.builds(EntryRecord, numbers, ids, owners, numbers, numbers, texts, st.binary(max_size=32), texts)
+records = st.builds(
+    EntryRecord, numbers, ids, owners, numbers, numbers, st.builds(More, texts, texts, st.binary(max_size=32))
+)
 HEADER = Header(ENTRY_FORMAT, b"g1", "m", b"{}", b"", 0, False, 2000)
 
 
@@ -40,19 +43,18 @@ def beginning_of(record: EntryRecord, more: bytes) -> bytes:
 
 @given(records, st.binary(max_size=300))
 def test_a_value_reads_as_it_was_written(record: EntryRecord, content: bytes) -> None:
-    whole = beginning_of(record, encode_more(record.client_id, record.result_key, record.trace))
+    more = record.more
+    whole = beginning_of(record, encode_more(more.client_id, more.result_key, more.trace))
     assert decode_value(whole + content) == (record, content)
     short = beginning_of(record, b"")
-    bare = msgspec.structs.replace(record, client_id="", result_key=b"", trace="")
+    bare = msgspec.structs.replace(record, more=More())
     assert decode_value(short + content) == (bare, content)
 
 
 @given(records, st.binary(max_size=50), st.lists(st.one_of(st.none(), st.integers(0, 9), ids), min_size=1, max_size=4))
 def test_what_a_newer_program_adds_is_skipped(record: EntryRecord, content: bytes, more: list[object]) -> None:
-    value = (
-        beginning_of(record, msgspec.msgpack.encode([record.trace, record.client_id, record.result_key, *more]))
-        + content
-    )
+    end = msgspec.msgpack.encode([*msgspec.structs.astuple(record.more), *more])
+    value = beginning_of(record, end) + content
     assert decode_value(value) == (record, content)
     header = msgspec.msgpack.encode([*msgspec.structs.astuple(HEADER), *more])
     assert decode_header(header) == HEADER

@@ -57,6 +57,20 @@ class Header(msgspec.Struct, frozen=True, array_like=True):
     queue_ms: int
 
 
+class More(msgspec.Struct, frozen=True, array_like=True):
+    """The end of a record, where there is one."""
+
+    # Of a request whose trace is kept: `traceparent` of its span, the caller's span, `tracestate` (core/trace.py).
+    trace: str = ""
+    # The client's own name for itself.
+    client_id: str = ""
+    # Of a task: under which key its result is to be kept for requests that are the same; empty if it is not.
+    result_key: bytes = b""
+
+
+_NO_MORE = More()
+
+
 class EntryRecord(msgspec.Struct, frozen=True, gc=False):
     """What is said of one entry."""
 
@@ -68,21 +82,7 @@ class EntryRecord(msgspec.Struct, frozen=True, gc=False):
     remaining_ms: int
     # When its gateway sent it, on the clock of the shard's server, as far as the gateway knew; 0 if it did not.
     sent_ms: int = 0
-    # The client's own name for itself.
-    client_id: str = ""
-    # Of a task: under which key its result is to be kept for requests that are the same; empty if it is not.
-    result_key: bytes = b""
-    # Where it stands in a trace that is kept (core/trace.py); empty otherwise.
-    trace: str = ""
-
-
-class More(msgspec.Struct, frozen=True, array_like=True):
-    """The end of a record, where there is one."""
-
-    # Of a request whose trace is kept: `traceparent` of its span, the caller's span, `tracestate`.
-    trace: str = ""
-    client_id: str = ""
-    result_key: bytes = b""
+    more: More = _NO_MORE
 
 
 class Reply(msgspec.Struct, frozen=True, array_like=True):
@@ -118,7 +118,6 @@ _decode_header = msgspec.msgpack.Decoder(Header).decode
 _decode_more = msgspec.msgpack.Decoder(More).decode
 _decode_result = msgspec.msgpack.Decoder(KeptResult).decode
 _decode_reply = msgspec.msgpack.Decoder(Reply).decode
-_NO_MORE = More()
 _ERRORS: dict[str, type[CarpoolError]] = {kind.code: kind for kind in all_errors()}
 
 
@@ -172,10 +171,7 @@ def decode_value(data: bytes) -> tuple[EntryRecord, Data]:
         raise UnknownFormatError("the value of an entry cannot be read") from failure
     if version != ENTRY_FORMAT or end > len(data):
         raise UnknownFormatError("the value of an entry is not what its header says")
-    owner = names[id_length:]
-    record = EntryRecord(
-        number, names[:id_length], owner, remaining_ms, sent_ms, more.client_id, more.result_key, more.trace
-    )
+    record = EntryRecord(number, names[:id_length], names[id_length:], remaining_ms, sent_ms, more)
     # Raw tensors may be large: no second copy is made of them.
     return record, memoryview(data)[end:] if data[end : end + 1] == PACKED else data[end:]
 

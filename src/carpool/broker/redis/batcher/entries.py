@@ -67,17 +67,17 @@ class Unpacker:
             self._replies,
             EntryLease(leased, entry_id, header, history, self._models[header.model].is_probing()),
             record.owner,
-            record.client_id,
+            record.more.client_id,
             None,
             header.lane,
             leased,
             record.number,
             header.is_task,
         )
-        if record.result_key:
-            request.result_key = record.result_key
-        if record.trace:
-            request.trace = read_text(record.trace)
+        if record.more.result_key:
+            request.result_key = record.more.result_key
+        if record.more.trace:
+            request.trace = read_text(record.more.trace)
         request.sends = history.failures
         fault = self._fault_of(request, header, now, history)
         if delivery > 1 or history.is_alone:  # it is sent with others like it, and at the end alone
