@@ -167,8 +167,6 @@ class RedisGateway(RedisProcess):
         """Ready when Redis answers and a batcher lives, or when it can do the work itself; else the reason why not."""
         if self.runtime.draining:
             answer("draining")
-        elif self.redis_context.registry.refusal:
-            answer(self.redis_context.registry.refusal)
         elif self.admission.is_connected():
             answer(None if self.redis_context.registry.view.live_batchers() else "no batcher lives")
         elif self.serving.services:
@@ -223,8 +221,6 @@ class RedisBatcher(RedisProcess):
         """Ready when it takes work, and Redis takes its outcomes; else the reason why not."""
         if self.runtime.draining:
             answer("draining")
-        elif self.redis_context.registry.refusal:
-            answer(self.redis_context.registry.refusal)
         elif self.redis_context.are_all_nodes_up():
             self.own.check_ready(answer)
         else:
@@ -265,8 +261,6 @@ class RedisServe(RedisGateway):
         """Ready when its batcher half is, or without Redis when it can do the work itself; else the reason why not."""
         if self.runtime.draining:
             answer("draining")
-        elif self.redis_context.registry.refusal:
-            answer(self.redis_context.registry.refusal)
         elif self.admission.is_connected():
             self.own.check_ready(answer)
         else:

@@ -16,8 +16,7 @@ from carpool.broker.pending import PendingRequests
 from carpool.broker.redis.client.nodes import Nodes
 from carpool.broker.redis.dead_letters.bounds import LetterBounds
 from carpool.broker.redis.dead_letters.box import RedisDeadLetterBox
-from carpool.broker.redis.fleet.depth import DepthWatch
-from carpool.broker.redis.fleet.memory import MemoryWatch
+from carpool.broker.redis.fleet.memory import DepthWatch, MemoryWatch
 from carpool.broker.redis.fleet.persistence import PersistenceWatch
 from carpool.broker.redis.fleet.registry import Registry
 from carpool.broker.redis.fleet.servers import Inspection
@@ -70,9 +69,8 @@ class RedisContext:
         self.role = role
         # Unique: what belongs to a process that is gone must not reach another one.
         self.name = f"{socket.gethostname()[:64]}-{os.getpid()}-{secrets.token_hex(4)}".encode()
-        # Called when a node came or went; when a process of the fleet did.
+        # Called when a node came or went.
         self.when_nodes_change: list[Callable[[], None]] = []
-        self.when_fleet_changes: list[Callable[[], None]] = []
         # Called with each view of the fleet, twice a second.
         self.when_heard: list[Callable[[FleetView], None]] = []
         # Where the outcomes of this process are counted; its gateway or batcher half sets it before the start.
@@ -117,7 +115,6 @@ class RedisContext:
             name=self.name,
             role=role,
             describe=describe,
-            changed=lambda: call_all(self.when_fleet_changes),
             heard=self._heard,
             clock=runtime.clock,
         )
@@ -146,14 +143,9 @@ class RedisContext:
             self.runtime.do_every(LOOK_S, lambda: fill.look(self.depth.unread_task_bytes(), self.runtime.clock()))
 
     async def wait_for_redis(self, is_connected: Callable[[], bool]) -> None:
-        """Give Redis a moment, so that the first clients find it; then go on without it.
-
-        Raises ConfigError if the fleet does not let this process in.
-        """
-        give_up_at, registry = self.runtime.clock() + START_TIMEOUT_S, self.registry
-        while not (is_connected() and registry.is_in) and self.runtime.clock() < give_up_at:
-            if registry.refusal:
-                raise ConfigError(registry.refusal)
+        """Give Redis a moment, so that the first clients find it; then go on without it."""
+        give_up_at = self.runtime.clock() + START_TIMEOUT_S
+        while not (is_connected() and self.registry.is_fresh()) and self.runtime.clock() < give_up_at:  # noqa: ASYNC110 - at the start
             await asyncio.sleep(0.01)
         if not is_connected():
             logger.warning("Redis cannot be reached; it is tried again and again: %s", self.nodes.trouble)
@@ -220,15 +212,15 @@ class RedisContext:
             dead_letters=self.dead_letters.buried,
             dead_letters_lost=self.dead_letters.failures,
             dead_letters_kept=self.desk.total(),
-            dead_letter_bytes=self.depth.letter_bytes(),
+            dead_letter_bytes=self.depth.total("letter_bytes"),
         )
         redis = RedisNumbers(
             broker_memory_share=self.memory.fraction,
             broker_memory_bytes=self.memory.used_bytes,
             broker_disks=bool(self.disks.found),
             queue_unread=self.depth.unread(),
-            broker_cache_bytes=self.depth.cache_bytes(),
-            task_bytes=self.depth.task_bytes(),
+            broker_cache_bytes=self.depth.total("cache_bytes"),
+            task_bytes=self.depth.unread_task_bytes() + self.depth.total("read_bytes"),
             dead_letters_dropped=self.letter_bounds.dropped,
             live_gateways=len(view.live_gateways()),
             live_batchers=len(view.live_batchers()),

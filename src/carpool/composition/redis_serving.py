@@ -94,7 +94,6 @@ class RedisServing(Serving):
             tier_target_s=runtime.tier_target_s,
             lease_ms=redis_context.lease_ms,
             letter_bounds=redis_context.letter_bounds,
-            is_let_in=lambda: redis_context.registry.is_in,
             clock=runtime.clock,
         )
         for service in self.services:
@@ -166,9 +165,9 @@ def model_heartbeat(service: ModelService) -> ModelHeartbeat:
         slots=state.slots,
         healthy_slots=state.healthy_slots,
         in_flight=service.pool.busy(),
-        current_utilization=service.utilization,
-        rate=service.rate,
-        mean_batch_size=service.mean_batch_size(),
+        current_utilization=round(service.utilization, 4),
+        rate=round(service.rate, 2),
+        mean_batch_size=round(service.mean_batch_size(), 2),
         capacity_rps=state.capacity_rps if service.loop.is_capacity_known() else 0.0,
         batch_s=service.loop.service_s,
         probes=0 if state.healthy_slots else service.pool.free(),

@@ -2,17 +2,13 @@
 
 One script call writes this process's heartbeat, forgets those long silent and returns the others. Redis's clock stamps
 them, so a process that hangs, or whose machine is cut off, is offline for all others once its stamp is old.
-
-A process that cuts the queue into another number of shards than the others (another version of Carpool) is not let in.
 """
 
 import logging
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
-
-from carpool.broker.redis.client.link import RedisFailure, Refused
+from carpool.broker.redis.client.link import RedisFailure
 from carpool.broker.redis.client.nodes import Nodes
 from carpool.broker.redis.fleet.view import BEAT_BYTES_MAX, FleetView, Heartbeat, encode_heartbeat, read_view
 from carpool.broker.redis.keys import Keys
@@ -28,8 +24,6 @@ logger = logging.getLogger("carpool")
 KEPT_MS = 60_000
 # Room for the stamp before a heartbeat.
 VALUE_BYTES_MAX = BEAT_BYTES_MAX + 32
-# How the script refuses a process.
-OTHER_SHARDS = "OTHERSHARDS"
 # Until the first answer, and after each failure, the next attempt comes sooner.
 RETRY_S = 0.1
 
@@ -48,7 +42,6 @@ class Registry:
         interval_s: float = 0.5,
         stale_s: float = 1.5,
         clock: Clock = monotonic,
-        changed: Callable[[], None] = do_nothing,
         heard: Callable[[FleetView], None] = do_nothing,
     ) -> None:
         self._nodes = nodes
@@ -60,16 +53,11 @@ class Registry:
         self._interval_s = interval_s
         self._stale_s = stale_s
         self._clock = clock
-        # Called when a process came, went, or has more or fewer slots that work.
-        self._changed = changed
         # Called with each view.
         self._heard_view = heard
         # The last view that Redis sent. Empty and long out of date before the first one.
         self.view = FleetView(float("-inf"), stale_s, (), (), 0)
         self.failures = 0
-        # Whether Redis has let this process in; why it did not, for an operator, or "".
-        self.is_in = False
-        self.refusal = ""
         self._every = Every(interval_s, self._beat)
         self._is_asking = False
         # A heartbeat was due while an answer was out.
@@ -96,15 +84,11 @@ class Registry:
     async def leave(self) -> None:
         """Be gone for the others at once. If Redis does not answer, they find out by the silence."""
         self.close()
-        slot = self._keys.fleet_slot
-        for role, key in (("gateway", self._keys.gateways), ("batcher", self._keys.batchers)):
-            if self._role not in (role, "serve"):
-                continue
-            try:
-                await self._nodes.ask(slot, b"HDEL", key, self._name)
-            except RedisFailure as failure:
-                logger.warning("could not leave the registry: %s", type(failure).__name__)
-                return
+        try:
+            for key in (self._keys.gateways, self._keys.batchers):
+                await self._nodes.ask(self._keys.fleet_slot, b"HDEL", key, self._name)
+        except RedisFailure as failure:
+            logger.warning("could not leave the registry: %s", type(failure).__name__)
 
     def close(self) -> None:
         """Fall silent."""
@@ -116,36 +100,12 @@ class Registry:
             self._again = True  # the answer, or word that none comes, is near: replies have a time limit
             return
         self._again = False
-        as_gateway, as_batcher = self._beats()
         self._is_asking = True
-        keys = self._keys
-        self._nodes.run(
-            HEARTBEAT,
-            keys.fleet_slot,
-            [keys.gateways, keys.batchers],
-            [
-                *(self._name, as_gateway, as_batcher, b"", KEPT_MS, VALUE_BYTES_MAX),
-                *(b"" if self.is_in else len(keys.shards), round(self._stale_s * 1000)),
-            ],
-            self._heard,
-        )
-
-    def _beats(self) -> tuple[bytes, bytes]:
-        """The heartbeat as a gateway and as a batcher; empty for what this process is not."""
-        said = msgspec.structs.replace(self._describe(), shards=len(self._keys.shards))
+        said, keys = self._describe(), self._keys
         as_gateway = encode_heartbeat(said, with_models=False) if self._role != "batcher" else b""
         as_batcher = encode_heartbeat(said, with_models=True) if self._role != "gateway" else b""
-        return as_gateway, as_batcher
-
-    def _refused(self, shards: str) -> None:
-        """Others with another number of shards live. They may leave: this process tries again with each beat."""
-        if not self.refusal:
-            own = len(self._keys.shards)
-            self.refusal = (
-                f"this version has {own} shards and the fleet that uses this Redis {shards}: "
-                "start the version that the fleet has, or use another broker.namespace"
-            )
-            logger.error("this process is not let into the fleet: %s", self.refusal)
+        about = (self._name, as_gateway, as_batcher, b"", KEPT_MS, VALUE_BYTES_MAX)
+        self._nodes.run(HEARTBEAT, keys.fleet_slot, [keys.gateways, keys.batchers], about, self._heard)
 
     def _heard(self, reply: Any) -> None:
         self._is_asking = False
@@ -154,18 +114,11 @@ class Registry:
         try:
             if isinstance(reply, RedisFailure):
                 raise reply
-            view = read_view(reply, seen_at=self._clock(), stale_s=self._stale_s)
+            self.view = read_view(reply, seen_at=self._clock(), stale_s=self._stale_s)
         except (RedisFailure, ValueError):
             self.failures += 1
-            if isinstance(reply, Refused) and reply.code == OTHER_SHARDS:
-                self._refused(str(reply).removeprefix(OTHER_SHARDS).strip())
-            else:
-                self._every.next_in(min(RETRY_S, self._interval_s))
+            self._every.next_in(min(RETRY_S, self._interval_s))
             return
-        self.is_in, self.refusal = True, ""
         if self._again:
             self.heartbeat()
-        before, self.view = self.view, view
-        self._heard_view(view)
-        if before.outline() != view.outline():
-            self._changed()
+        self._heard_view(self.view)
