@@ -10,10 +10,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from carpool.broker.redis.dead_letters import box as box_module
-from carpool.broker.redis.dead_letters.bounds import LetterBounds
-from carpool.broker.redis.dead_letters.box import RedisDeadLetterBox
-from carpool.broker.redis.dead_letters.letters import IDS_A_MS
+from carpool.broker.redis import dead_letters as box_module
+from carpool.broker.redis.dead_letters import IDS_A_MS, LetterBounds, RedisDeadLetterBox
 from carpool.broker.redis.fleet.memory import LETTERS_SHARE_MAX, SHARE_MAX, memory_facts, memory_fraction
 from carpool.broker.redis.gateway import dead_letters as desk_module
 from carpool.broker.redis.gateway.dead_letters import RedisDeadLetterDesk

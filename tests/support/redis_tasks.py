@@ -11,7 +11,7 @@ import msgspec
 from carpool.broker.redis.batcher.leases import EntryLease, LeasedEntries
 from carpool.broker.redis.batcher.replies import ReplyWriter
 from carpool.broker.redis.client.nodes import Nodes
-from carpool.broker.redis.dead_letters.bounds import LetterBounds
+from carpool.broker.redis.dead_letters import LetterBounds
 from carpool.broker.redis.formats import EntryRecord, Header, decode_header, decode_value
 from carpool.broker.redis.gateway.task_intake import TaskIntake
 from carpool.broker.redis.gateway.task_removals import TaskRemovals

@@ -323,9 +323,8 @@ class Store:
 
     def drop_all_letters(self) -> int:
         """Remove every dead letter; says how many there were."""
-        count = self._draft.dead_letters
         self._connection.execute("DELETE FROM dead_letters")
-        self._draft.dead_letters = self._draft.dead_letter_bytes = 0
+        count, self._draft.dead_letters, self._draft.dead_letter_bytes = self._draft.dead_letters, 0, 0
         return count
 
     def _is_room_for_letter(self, size: int) -> bool:

@@ -14,8 +14,7 @@ from carpool.broker.fill import LOOK_S, FillWatch
 from carpool.broker.memory import MemoryBroker
 from carpool.broker.pending import PendingRequests
 from carpool.broker.redis.client.nodes import Nodes
-from carpool.broker.redis.dead_letters.bounds import LetterBounds
-from carpool.broker.redis.dead_letters.box import RedisDeadLetterBox
+from carpool.broker.redis.dead_letters import LetterBounds, RedisDeadLetterBox
 from carpool.broker.redis.fleet.memory import DepthWatch, MemoryWatch
 from carpool.broker.redis.fleet.persistence import PersistenceWatch
 from carpool.broker.redis.fleet.registry import Registry

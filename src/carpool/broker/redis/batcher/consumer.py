@@ -55,7 +55,7 @@ from carpool.broker.redis.batcher.suspects import (
 from carpool.broker.redis.batcher.sweeper import Sweeper
 from carpool.broker.redis.client.link import Link, RedisFailure
 from carpool.broker.redis.client.node import Reader
-from carpool.broker.redis.dead_letters.bounds import LetterBounds
+from carpool.broker.redis.dead_letters import LetterBounds
 from carpool.broker.redis.keys import Shard, lane_name, tier_of
 from carpool.broker.redis.redis_ops import Done, RedisOps
 from carpool.broker.redis.types import (

@@ -23,8 +23,7 @@ from typing import Any
 from carpool.broker.redis.batcher.history import History
 from carpool.broker.redis.batcher.leases import EntryLease, by_stream, carried_by_stream, parts_of
 from carpool.broker.redis.client.link import RedisFailure, Refused
-from carpool.broker.redis.dead_letters.bounds import LetterBounds
-from carpool.broker.redis.dead_letters.letters import letter_of
+from carpool.broker.redis.dead_letters import LetterBounds, letter_of
 from carpool.broker.redis.formats import FAILED, SUCCESS, Reply, encode_reply
 from carpool.broker.redis.keys import Shard
 from carpool.broker.redis.notices import Notices
