@@ -529,14 +529,6 @@ class RedisOps:
         packed = [pack_with(fields, len(keys), b"HMGET", name) for name in (shard.kept, shard.kept_before)]
         self.nodes.send_all(shard.slot, came, packed, sum(map(len, packed)))
 
-    def clock(self, shard: Shard, done: Done[int]) -> None:
-        """The time of the server of this shard, in ms."""
-
-        def milliseconds(reply: Any) -> int:
-            return int(reply[0]) * 1000 + int(reply[1]) // 1000
-
-        self.nodes.send(shard.slot, reading(milliseconds, done), b"TIME")
-
     def keep_results(
         self,
         shard: Shard,
