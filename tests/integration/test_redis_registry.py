@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from carpool.broker.redis.fleet.registry import Registry
-from carpool.broker.redis.fleet.view import EndpointHeartbeat, Heartbeat, ModelHeartbeat
+from carpool.broker.redis.fleet.view import Heartbeat, ModelHeartbeat
 from carpool.broker.redis.keys import Keys
 from support.processes import until
 from support.redis_nodes import connected
@@ -19,8 +19,7 @@ def keys() -> Keys:
 
 
 def description(healthy_slots: int = 4) -> Heartbeat:
-    endpoint = EndpointHeartbeat("http://gpu:9000/infer", "healthy", in_flight=1, limit=4, slots=4, breaker="closed")
-    model = ModelHeartbeat(slots=4, healthy_slots=healthy_slots, capacity_rps=10.0, endpoints=(endpoint,))
+    model = ModelHeartbeat(slots=4, healthy_slots=healthy_slots, capacity_rps=10.0)
     return Heartbeat("ok", rate=3.0, models={"m": model})
 
 

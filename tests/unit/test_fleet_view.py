@@ -8,7 +8,6 @@ import pytest
 
 from carpool.broker.redis.fleet.view import (
     BEAT_BYTES_MAX,
-    EndpointHeartbeat,
     FleetView,
     Heartbeat,
     ModelHeartbeat,
@@ -22,17 +21,17 @@ from carpool.core.errors import (
     ClientLeft,
 )
 from carpool.core.request import Request
-from carpool.core.snapshot import Health
+from carpool.core.snapshot import EndpointHealth, Health
 from carpool.testing import Witness, make_output, make_request
 
 NOW_MS = 1_700_000_000_000
 
 
-def endpoint(name: str = "http://gpu-1:9000/infer") -> EndpointHeartbeat:
-    return EndpointHeartbeat(
-        name=name,
-        status="healthy",
-        current_utilization=0.5,
+def endpoint(name: str = "http://gpu-1:9000/infer") -> EndpointHealth:
+    return EndpointHealth(
+        endpoint=name,
+        state="healthy",
+        utilization=0.5,
         in_flight=1,
         limit=2,
         slots=2,
@@ -41,7 +40,7 @@ def endpoint(name: str = "http://gpu-1:9000/infer") -> EndpointHeartbeat:
     )
 
 
-def model(*endpoints: EndpointHeartbeat, **facts: Any) -> ModelHeartbeat:
+def model(*endpoints: EndpointHealth, **facts: Any) -> ModelHeartbeat:
     said = ModelHeartbeat(
         slots=4,
         healthy_slots=3,

@@ -640,29 +640,6 @@ def future_schema(path: Path) -> None:
     connection.close()
 
 
-@pytest.mark.parametrize("version", [1, 2])
-async def test_a_file_of_an_older_schema_is_brought_to_this_one(tmp_path: Path, version: int) -> None:
-    path = tmp_path / "journal.db"
-    journal_store.Store(path).close(0.0)
-    connection = sqlite3.connect(path)
-    connection.execute("DROP TABLE webhooks")
-    connection.execute("ALTER TABLE tasks DROP COLUMN callback_url")
-    if version == 1:
-        connection.execute("ALTER TABLE tasks DROP COLUMN client_id")
-    connection.execute(f"PRAGMA user_version = {version}")
-    connection.execute(
-        """INSERT INTO tasks (id, owner, model, tier, submitted, deadline, status, bytes, parameters, input)
-        VALUES ('old', 'o', 'm', 0, 1.0, 1e9, 0, 3, x'', x'227822')"""
-    )
-    connection.commit()
-    connection.close()
-    store = journal_store.Store(path)
-    (task,) = store.pending()
-    assert (task.id, task.client_id, task.callback_url, task.input) == ("old", "", "", b'"x"')
-    assert store.counts.webhooks == 0
-    store.close(0.0)
-
-
 def torn_pages(path: Path) -> None:
     journal_store.Store(path).close(0.0)
     with path.open("r+b") as file:

@@ -10,7 +10,7 @@ from carpool.broker.min_share import LOWEST_TIER_SHARE
 from carpool.broker.redis.batcher.consumer import Consumer
 from carpool.broker.redis.batcher.elsewhere import BatchersElsewhere
 from carpool.broker.redis.batcher.replies import ReplyWriter
-from carpool.broker.redis.fleet.view import Heartbeat, ModelHeartbeat, endpoint_heartbeat
+from carpool.broker.redis.fleet.view import Heartbeat, ModelHeartbeat
 from carpool.composition.redis_context import RedisContext, late_ms
 from carpool.composition.serving import Serving, make_broker
 from carpool.core.defaults import do_nothing
@@ -173,6 +173,6 @@ def model_heartbeat(service: ModelService) -> ModelHeartbeat:
         probes=0 if state.healthy_slots else service.pool.free(),
         is_open_to_others=service.pool.is_shut_to_some,
         retry_after_s=service.pool.retry_after_s() if service.pool.is_down else 0,
-        endpoints=tuple(map(endpoint_heartbeat, state.endpoints)),
+        endpoints=tuple(state.endpoints),
         quarantined=tuple(service.quarantined_here()),
     )

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 import msgspec
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET
 from msgspec.structs import replace
 
 from carpool.core.clock import rfc3339
@@ -26,24 +26,8 @@ from carpool.core.snapshot import (
 )
 
 BEAT_BYTES_MAX = 256 * 1024
-MEMBERS_MAX = 1000
 OFFLINE = "offline"
 DRAINING = "draining"
-
-
-class EndpointHeartbeat(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One endpoint, as the batcher that calls it sees it."""
-
-    name: str
-    status: str
-    current_utilization: float = 0.0
-    in_flight: int = 0
-    limit: int = 0
-    slots: int = 0
-    breaker: str = ""
-    last_heartbeat: str | None = None
-    # What its calls become, while none was answered well.
-    problem: str = ""
 
 
 class ModelHeartbeat(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -64,7 +48,7 @@ class ModelHeartbeat(msgspec.Struct, frozen=True, omit_defaults=True):
     retry_after_s: int = 0
     # An endpoint failed inputs of one owner only, and is closed to that owner: others are let in.
     is_open_to_others: bool = False
-    endpoints: tuple[EndpointHeartbeat, ...] = ()
+    endpoints: tuple[EndpointHealth, ...] = ()
     # Owners whose inputs this batcher saw refused again and again.
     quarantined: tuple[str, ...] = ()
 
@@ -134,26 +118,26 @@ class FleetView(msgspec.Struct, frozen=True):
 
     def healthy_slots(self, model: str) -> int:
         """Calls that the endpoints of a model that work may have at once, over all live batchers."""
-        return sum(heartbeat.healthy_slots for _, heartbeat in self._serving(model))
+        return sum(heartbeat.healthy_slots for _, heartbeat in self.serving(model))
 
     def is_served_elsewhere(self, model: str, name: str) -> bool:
         """Whether a batcher other than this one, and not draining, has an endpoint of a model that works."""
         return any(
             heartbeat.healthy_slots and member.name != name and member.status != DRAINING
-            for member, heartbeat in self._serving(model)
+            for member, heartbeat in self.serving(model)
         )
 
     def is_open_to_others(self, model: str) -> bool:
         """Where no endpoint of a model is known to work: whether one failed inputs of one owner only."""
-        return any(heartbeat.is_open_to_others for _, heartbeat in self._serving(model))
+        return any(heartbeat.is_open_to_others for _, heartbeat in self.serving(model))
 
     def probes(self, model: str) -> int:
         """Where no endpoint of a model is known to work: calls that are wanted to try some with."""
-        return sum(heartbeat.probes for _, heartbeat in self._serving(model))
+        return sum(heartbeat.probes for _, heartbeat in self.serving(model))
 
     def retry_after_s(self, model: str) -> int:
         """Where no endpoint of a model is known to work: whole seconds until one is tried, at least one."""
-        return max(1, min((heartbeat.retry_after_s for _, heartbeat in self._serving(model)), default=1))
+        return max(1, min((heartbeat.retry_after_s for _, heartbeat in self.serving(model)), default=1))
 
     def capacity_rps(self, model: str) -> float:
         """Requests a second that all live batchers together can serve; 0 while none of them knows.
@@ -182,11 +166,13 @@ class FleetView(msgspec.Struct, frozen=True):
         """Endpoints that have answered no call well, and what becomes of their calls."""
         for member in self.live_batchers():
             for heartbeat in member.heartbeat.models.values():
-                yield from ((endpoint.name, endpoint.problem) for endpoint in heartbeat.endpoints if endpoint.problem)
+                yield from (
+                    (endpoint.endpoint, endpoint.problem) for endpoint in heartbeat.endpoints if endpoint.problem
+                )
 
     def has_never_worked(self, model: str) -> bool:
         """Whether no endpoint of a model has answered a call well, though some were made."""
-        endpoints = [endpoint for _, heartbeat in self._serving(model) for endpoint in heartbeat.endpoints]
+        endpoints = [endpoint for _, heartbeat in self.serving(model) for endpoint in heartbeat.endpoints]
         return bool(endpoints) and all(endpoint.problem for endpoint in endpoints)
 
     def live_names(self) -> set[str]:
@@ -200,7 +186,7 @@ class FleetView(msgspec.Struct, frozen=True):
 
     def quarantined(self, model: str) -> list[str]:
         """Owners that some live batcher has quarantined."""
-        return sorted({owner for _, heartbeat in self._serving(model) for owner in heartbeat.quarantined})
+        return sorted({owner for _, heartbeat in self.serving(model) for owner in heartbeat.quarantined})
 
     def models(self) -> list[str]:
         """Every model that a live batcher serves."""
@@ -210,11 +196,12 @@ class FleetView(msgspec.Struct, frozen=True):
         """The heartbeats of batchers that tell what they can serve."""
         return [
             heartbeat
-            for _, heartbeat in self._serving(model)
+            for _, heartbeat in self.serving(model)
             if heartbeat.capacity_rps > 0.0 and heartbeat.batch_s > 0.0
         ]
 
-    def _serving(self, model: str) -> Iterator[tuple[FleetMember, ModelHeartbeat]]:
+    def serving(self, model: str) -> Iterator[tuple[FleetMember, ModelHeartbeat]]:
+        """The live batchers of a model."""
         for member in self.live_batchers():
             heartbeat = member.heartbeat.models.get(model)
             if heartbeat is not None:
@@ -245,18 +232,15 @@ def read_view(reply: Any, *, seen_at: float, stale_s: float) -> FleetView:
     """The reply of the heartbeat script; raises ValueError where it is no such reply."""
     if not (isinstance(reply, list) and len(reply) == 3 and isinstance(reply[0], int)):
         raise ValueError("this is no reply to a heartbeat")
-    now_ms, unreadable = reply[0], 0
-    groups: list[tuple[FleetMember, ...]] = []
-    for flat in reply[1:]:
-        members = []
-        for name, value in zip(flat[: 2 * MEMBERS_MAX : 2], flat[1 : 2 * MEMBERS_MAX : 2], strict=True):
-            member = _read_member(name, value, now_ms, stale_s)
-            if member is None:
-                unreadable += 1
-            else:
-                members.append(member)
-        groups.append(tuple(sorted(members, key=lambda member: member.name)))
-    return FleetView(seen_at, stale_s, groups[0], groups[1], unreadable)
+    now_ms, *groups = reply
+    said = [
+        [_read_member(*pair, now_ms, stale_s) for pair in zip(flat[::2], flat[1::2], strict=True)] for flat in groups
+    ]
+    gateways, batchers = (
+        tuple(sorted((member for member in members if member is not None), key=lambda member: member.name))
+        for members in said
+    )
+    return FleetView(seen_at, stale_s, gateways, batchers, sum(members.count(None) for members in said))
 
 
 def fleet_state(view: FleetView) -> FleetState:
@@ -291,21 +275,6 @@ def fleet_health(view: FleetView, unread: int, *, status: Status, broker: Mode, 
     )
 
 
-def endpoint_heartbeat(state: EndpointHealth) -> EndpointHeartbeat:
-    """What a batcher says of an endpoint."""
-    return EndpointHeartbeat(
-        name=state.endpoint,
-        status=state.state,
-        current_utilization=state.utilization,
-        in_flight=state.in_flight,
-        limit=state.limit,
-        slots=state.slots,
-        breaker=state.breaker,
-        last_heartbeat=state.last_heartbeat,
-        problem="" if isinstance(state.problem, UnsetType) else state.problem,
-    )
-
-
 def _read_member(name: bytes, value: bytes, now_ms: int, stale_s: float) -> FleetMember | None:
     stamp_text, _, body = value.partition(b" ")
     try:
@@ -323,23 +292,14 @@ def _model_state(view: FleetView, model: str) -> ModelState:
 
     The endpoints of a batcher that fell silent are shown as offline.
     """
-    heartbeats = [member.heartbeat.models[model] for member in view.live_batchers() if model in member.heartbeat.models]
+    heartbeats = [heartbeat for _, heartbeat in view.serving(model)]
     return ModelState(
         slots=sum(heartbeat.slots for heartbeat in heartbeats),
         healthy_slots=view.healthy_slots(model),
         endpoints=[
-            EndpointHealth(
-                endpoint=endpoint.name,
-                state=endpoint.status if member.is_live else OFFLINE,
-                utilization=endpoint.current_utilization if member.is_live else 0.0,
-                in_flight=endpoint.in_flight if member.is_live else 0,
-                limit=endpoint.limit,
-                slots=endpoint.slots,
-                breaker=endpoint.breaker,
-                last_heartbeat=endpoint.last_heartbeat,
-                batcher=member.name,
-                problem=(endpoint.problem if member.is_live else "") or UNSET,
-            )
+            replace(endpoint, batcher=member.name)
+            if member.is_live
+            else replace(endpoint, batcher=member.name, state=OFFLINE, utilization=0.0, in_flight=0, problem=UNSET)
             for member in view.batchers
             if model in member.heartbeat.models
             for endpoint in member.heartbeat.models[model].endpoints
