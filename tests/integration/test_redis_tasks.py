@@ -10,7 +10,6 @@ import pytest
 
 from carpool.broker.redis.client.nodes import Nodes
 from carpool.broker.redis.gateway import task_intake as intake_module
-from carpool.broker.redis.gateway import task_removals as removals_module
 from carpool.broker.redis.gateway import tasks as tasks_module
 from carpool.broker.redis.gateway.tasks import RedisTasks
 from carpool.core.errors import (
@@ -309,7 +308,7 @@ async def test_a_task_behind_the_wait_is_not_covered_by_it(office: Office, redis
 async def test_a_submission_that_was_lost_is_removed_when_redis_is_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(removals_module, "RETRY_S", 0.1)
+    monkeypatch.setattr(intake_module, "RETRY_S", 0.1)
     async with running_redis(tmp_path) as server, open_office(server.url, timeout_s=1.0) as office:
         tasks = office.gateway()
         kept = await office.submit(tasks)

@@ -16,16 +16,13 @@ from carpool.broker.pending import PendingRequests
 from carpool.broker.redis.client.nodes import Nodes
 from carpool.broker.redis.dead_letters import LetterBounds, RedisDeadLetterBox
 from carpool.broker.redis.fleet.memory import DepthWatch, MemoryWatch
-from carpool.broker.redis.fleet.persistence import PersistenceWatch
 from carpool.broker.redis.fleet.registry import Registry
-from carpool.broker.redis.fleet.servers import Inspection
+from carpool.broker.redis.fleet.servers import Inspection, PersistenceWatch
 from carpool.broker.redis.fleet.view import DRAINING, FleetView, Heartbeat, fleet_health, fleet_state
 from carpool.broker.redis.gateway.dead_letters import RedisDeadLetterDesk
 from carpool.broker.redis.gateway.results import RedisResults
-from carpool.broker.redis.gateway.states import RequestStates
-from carpool.broker.redis.gateway.task_intake import TaskIntake
-from carpool.broker.redis.gateway.task_removals import TaskRemovals
-from carpool.broker.redis.gateway.tasks import RedisTasks
+from carpool.broker.redis.gateway.task_intake import TaskIntake, TaskRemovals
+from carpool.broker.redis.gateway.tasks import RedisTasks, RequestStates
 from carpool.broker.redis.gateway.webhooks import RedisOutbox
 from carpool.broker.redis.keys import SHARDS_MAX, Keys, line_name
 from carpool.broker.redis.redis_ops import EndedTask, RedisOps
