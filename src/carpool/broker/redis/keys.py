@@ -18,7 +18,7 @@ evenly, they share the shards evenly.
 | `<ns>:{tag}:q:<lane>:<line>` | stream | the entries of one lane and one line (a tier: synchronous requests, those of
   them that came in late or exceed their owner's share, or tasks) |
 | `<ns>:{tag}:task:<id>` | hash | a task and its result |
-| `<ns>:{tag}:read` | list | tasks whose results were read, in that order: they go first where there is no room |
+| `<ns>:{tag}:read` | zset | tasks whose results were read, by when they are gone: those go first where room is short |
 | `<ns>:{tag}:gone:<lane>:<line>` | zset | numbers of tasks that were removed before a batcher took them |
 | `<ns>:{tag}:letters`, `:letter` | zset, hash | ids of dead letters in order; their contents by id |
 | `<ns>:{tag}:hooks`, `:hooks:<host>` | zset | hosts that outcomes are to be sent to, by when the first is due; tasks
