@@ -17,7 +17,7 @@ from carpool.broker.redis.client.nodes import Nodes
 from carpool.broker.redis.dead_letters import LetterBounds, RedisDeadLetterBox
 from carpool.broker.redis.fleet.memory import DepthWatch, MemoryWatch
 from carpool.broker.redis.fleet.registry import Registry
-from carpool.broker.redis.fleet.servers import Inspection, PersistenceWatch
+from carpool.broker.redis.fleet.servers import INTERVAL_S, Inspection, PersistenceWatch
 from carpool.broker.redis.fleet.view import DRAINING, FleetView, Heartbeat, fleet_health, fleet_state
 from carpool.broker.redis.gateway.dead_letters import RedisDeadLetterDesk
 from carpool.broker.redis.gateway.results import RedisResults
@@ -121,8 +121,7 @@ class RedisContext:
             return
         if faults := await self.disks.faults():
             raise ConfigError(faults)
-        self.disks.start()
-        self.runtime.opened.callback(self.disks.close)
+        self.runtime.do_every(INTERVAL_S, lambda: self.runtime.in_background(self.disks.look()))
 
     def start(self) -> None:
         """Connect, watch, and be seen by the others from now on."""

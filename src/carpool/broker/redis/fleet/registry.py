@@ -5,16 +5,19 @@ them, so a process that hangs, or whose machine is cut off, is offline for all o
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from carpool.broker.redis.client.link import RedisFailure
+import msgspec
+
+from carpool.broker.redis.client.link import RedisFailure, ignore
 from carpool.broker.redis.client.nodes import Nodes
 from carpool.broker.redis.fleet.view import BEAT_BYTES_MAX, FleetView, Heartbeat, encode_heartbeat, read_view
 from carpool.broker.redis.keys import Keys
 from carpool.broker.redis.scripts import HEARTBEAT
 from carpool.core.clock import Clock, monotonic
 from carpool.core.defaults import do_nothing
+from carpool.core.live import LivePart
 from carpool.core.names import Role
 from carpool.core.timers import Every
 
@@ -26,6 +29,13 @@ KEPT_MS = 60_000
 VALUE_BYTES_MAX = BEAT_BYTES_MAX + 32
 # Until the first answer, and after each failure, the next attempt comes sooner.
 RETRY_S = 0.1
+# What a process publishes while an operator looks: most bytes, most processes, and how long it is kept.
+PART_BYTES_MAX = 256 * 1024
+PARTS_MAX = 64
+PARTS_KEPT_MS = 5000
+
+_encode = msgspec.json.Encoder().encode
+_decode = msgspec.json.Decoder(LivePart).decode
 
 
 class Registry:
@@ -122,3 +132,48 @@ class Registry:
         if self._again:
             self.heartbeat()
         self._heard_view(self.view)
+
+
+class LiveParts:
+    """The last second of each process of the fleet (composition.live.OtherParts), in Redis only while an operator
+    looks: one hash, which soon expires.
+    """
+
+    def __init__(self, nodes: Nodes, keys: Keys, name: str, view: Callable[[], FleetView]) -> None:
+        self._nodes = nodes
+        self._keys = keys
+        self._name = name
+        self._view = view
+        self._parts: dict[str, LivePart] = {}
+
+    def publish(self, part: LivePart) -> None:
+        """Let the others have this one. If Redis is away, they miss a second."""
+        encoded = _encode(part)
+        if len(encoded) > PART_BYTES_MAX:
+            encoded = _encode(msgspec.structs.replace(part, batches=()))
+        slot, key = self._keys.fleet_slot, self._keys.live
+        self._nodes.send(slot, ignore, b"HSET", key, self._name, encoded)
+        self._nodes.send(slot, ignore, b"PEXPIRE", key, PARTS_KEPT_MS)
+
+    def latest(self) -> Sequence[LivePart]:
+        """The last part of each live process, as Redis last sent it; asks for the next ones."""
+        live = self._view().live_names()
+        if others := sorted(live - {self._name})[:PARTS_MAX]:
+            self._nodes.send(self._keys.fleet_slot, self._told, b"HMGET", self._keys.live, *others)
+        return [part for name, part in self._parts.items() if name in live]
+
+    def members(self) -> int:
+        """Processes that live."""
+        return max(1, len(self._view().live_names()))
+
+    def _told(self, reply: Any) -> None:
+        parts = [read_part(each) for each in reply] if isinstance(reply, list) else []
+        self._parts = {part.name: part for part in parts if part is not None}
+
+
+def read_part(value: bytes | None) -> LivePart | None:
+    """A part that another process wrote, maybe of another version; None if there is none, or if it is malformed."""
+    try:
+        return None if value is None else _decode(value)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return None

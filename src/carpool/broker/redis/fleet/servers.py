@@ -4,7 +4,6 @@ One of the checks goes on while a process runs: whether Redis writes to a disk a
 An operator may turn that on at any time.
 """
 
-import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -21,7 +20,6 @@ from carpool.broker.redis.client.address import BrokerAddress, HostPort
 from carpool.broker.redis.client.topology import SlotRange, connection_options, login_of, parse_slots
 from carpool.broker.redis.keys import Keys
 from carpool.core.finding import Finding
-from carpool.core.timers import repeat
 
 logger = logging.getLogger("carpool.broker")
 
@@ -270,33 +268,19 @@ TOLD_MAX = 3
 
 
 class PersistenceWatch:
-    """Looks from time to time, and logs what writes to a disk; health and metrics show `found`."""
+    """Says, and logs, what writes to a disk; health and metrics show `found`."""
 
-    def __init__(self, inspection: Inspection, interval_s: float = INTERVAL_S) -> None:
+    def __init__(self, inspection: Inspection) -> None:
         self._inspection = inspection
-        self._interval_s = interval_s
         # What writes to a disk; empty if nothing does.
         self.found = ""
-        self._task: asyncio.Task[None] | None = None
 
     async def faults(self) -> str:
         """Why this Redis must not be used; empty if it may."""
         return sentence(await find_disks(self._inspection))
 
-    def start(self) -> None:
-        """Look from now on."""
-        self._task = asyncio.get_running_loop().create_task(self._keep_looking())
-
-    def close(self) -> None:
-        """Look no more."""
-        if self._task is not None:
-            self._task.cancel()
-
-    async def _keep_looking(self) -> None:
-        await asyncio.sleep(self._interval_s)  # `faults` has just looked
-        await repeat(lambda: self._interval_s, self._look)
-
-    async def _look(self) -> None:
+    async def look(self) -> None:
+        """Look again: every INTERVAL_S."""
         findings = await find_disks(self._inspection)
         disks = [finding for finding in findings if finding.check == "persistence"]
         if not disks and findings:

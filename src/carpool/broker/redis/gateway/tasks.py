@@ -128,10 +128,8 @@ class RedisTasks:
 
         if not names_a_shard(task_id):
             done(no_such_task())
-        elif caller.is_anonymous:
-            self._delete(task_id, done)
         else:
-            self._look(task_id, looked, to_be_told=False)  # a task never changes hands
+            self._look(task_id, looked, to_be_told=False)
 
     def _delete(self, task_id: str, done: Callable[[CarpoolError | None], None]) -> None:
 
