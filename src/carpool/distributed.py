@@ -229,7 +229,7 @@ class RedisBatcher(RedisProcess):
         """Tell how a request is that waits here, or a task."""
         request = self.serving.find_waiting(request_id)
         if request is None or (request.is_task and request.phase == QUEUED):
-            self.redis_context.tell_of_task(request_id, answer)
+            self.redis_context.tasks.state(request_id, answer)
         else:
             answer(self.serving.tell_of(request))
 

@@ -199,7 +199,7 @@ class RedisAdmission(Admission):
         if (request := self._find_own(request_id)) is not None:
             self._tell_own(request, answer)
         else:
-            self.redis_context.tell_of_task(request_id, told_of_task)
+            self.redis_context.tasks.state(request_id, told_of_task)
 
     def heartbeat(self) -> Heartbeat:
         """What this gateway tells the other processes of itself."""

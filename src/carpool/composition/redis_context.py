@@ -7,9 +7,6 @@ import secrets
 import socket
 from collections.abc import Callable
 
-from msgspec import UNSET
-from msgspec.structs import replace
-
 from carpool.broker.fill import LOOK_S, FillWatch
 from carpool.broker.memory import MemoryBroker
 from carpool.broker.pending import PendingRequests
@@ -36,7 +33,6 @@ from carpool.core.names import Role
 from carpool.core.request import ended_elsewhere
 from carpool.core.snapshot import FleetState, Health, Mode, OutcomeNumbers, RedisNumbers, problem_of
 from carpool.core.task import QueuePlace, place_behind
-from carpool.core.timeline import Queue, RequestState
 from carpool.core.webhook import WEBHOOK_BYTES_MAX
 from carpool.service import ModelFace
 from carpool.settings import ConfigError, Settings, broker_address, models_of
@@ -156,17 +152,6 @@ class RedisContext:
     def is_served_elsewhere(self, model: str) -> bool:
         """Whether another batcher has an endpoint of a model that works, by the last heartbeats."""
         return self.registry.view.is_served_elsewhere(model, self.name.decode())
-
-    def tell_of_task(self, task_id: str, answer: Callable[[RequestState | CarpoolError | None], None]) -> None:
-        """How far a task is, and while it waits where it stands; None if there is none."""
-
-        def told(state: RequestState | CarpoolError | None) -> None:
-            if isinstance(state, RequestState) and state.status == "queued":
-                self.tasks.place_of(task_id, lambda place: answer(with_place(state, place)))
-            else:
-                answer(state)
-
-        self.states.of_task(task_id, told)
 
     # What others see.
 
@@ -308,14 +293,6 @@ class RedisContext:
             await self.desk.refresh()
         except CarpoolError:
             pass  # Redis is away; the numbers stay as they were
-
-
-def with_place(state: RequestState, place: QueuePlace | None) -> RequestState:
-    """The state of a task that waits, with its place, if that is known."""
-    if place is None:
-        return state
-    wait_ms = UNSET if place.estimated_wait_ms is None else place.estimated_wait_ms
-    return replace(state, queue=Queue(place=place.place, estimated_wait_ms=wait_ms))
 
 
 def call_all(listeners: list[Callable[[], None]]) -> None:

@@ -8,7 +8,7 @@ reply that cannot be understood is a failure like others (`Unreadable`).
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -24,14 +24,12 @@ from carpool.broker.redis.client.link import (
     pack_with,
 )
 from carpool.broker.redis.client.nodes import Nodes, Script
-from carpool.broker.redis.formats import FAILED, PENDING, SUCCESS
+from carpool.broker.redis.formats import FAILED, SUCCESS
 from carpool.broker.redis.keys import GROUP, Keys, Shard, tier_of
 from carpool.broker.redis.types import Budget, Claim, Head, QueueStream, ShardSnapshot, StreamEntries, Taken
 from carpool.core.clock import monotonic
 from carpool.core.ports import RateAsk, RateTold
-from carpool.core.problem import code_of
 from carpool.core.task import StoredTask
-from carpool.core.timeline import RequestState
 from carpool.core.webhook import DueWebhook, WebhookState, shown_url
 
 Found = TypeVar("Found")
@@ -139,6 +137,8 @@ class LookedAt(NamedTuple):
     was_over: EndedTask | None
     # While it waits, if that was asked for: its model, and how many of its shard go before it; -1 if it was taken.
     queue_stats: tuple[str, int] | None = None
+    # From its submission to its result, or until now.
+    age_ms: int = 0
 
 
 class Removed(NamedTuple):
@@ -497,11 +497,6 @@ class RedisOps:
         """Remove receipts that were counted."""
         self.nodes.send(shard.slot, reading(int, done), b"HDEL", shard.ends(name), *numbers)
 
-    def state_of_task(self, task_id: str, lease_ms: int, done: Done[RequestState | None]) -> None:
-        """How far a task is; None if there is none."""
-        arguments = (task_id, lease_ms, self._now_ms())
-        self._run(scripts.STATE, self.keys.shard_of_task(task_id), arguments, reading(read_task_state, done))
-
     def is_leased(self, shard: Shard, field: bytes, entry_id: bytes, lease_ms: int, done: Done[bool]) -> None:
         """Whether a batcher has an entry."""
 
@@ -728,7 +723,7 @@ def read_queued(reply: Any) -> Queued:
 
 def read_looked_at(task_id: str, reply: Any) -> LookedAt:
     """From look.lua."""
-    status, owner, milliseconds, result, was_over, model, ahead, field = reply
+    status, owner, milliseconds, result, was_over, model, ahead, field, age_ms, client = reply
     if status is None or owner is None or milliseconds is None:
         return LookedAt(None, None)
     task = StoredTask(
@@ -738,10 +733,11 @@ def read_looked_at(task_id: str, reply: Any) -> LookedAt:
         result if status == SUCCESS else None,
         result if status == FAILED else None,
         int(milliseconds) / 1000,
+        client_id=client.decode(),
     )
     if was_over:
-        return LookedAt(task, ended_task(task_id, owner, model, ahead, field or b""))
-    return LookedAt(task, None, None if model is None else (model.decode(), int(ahead)))
+        return LookedAt(task, ended_task(task_id, owner, model, ahead, field or b""), None, age_ms)
+    return LookedAt(task, None, None if model is None else (model.decode(), int(ahead)), age_ms)
 
 
 def ended_task(task_id: bytes | str, owner: bytes, model: bytes, age_ms: int, field: bytes) -> EndedTask:
@@ -765,20 +761,6 @@ def read_swept(reply: Any) -> Swept:
     """From sweep.lua."""
     cursor, letters_dropped, facts, is_more = reply
     return Swept(bytes(cursor), int(letters_dropped), ended_tasks(facts), int(is_more))
-
-
-def read_task_state(reply: Any) -> RequestState | None:
-    """From state.lua."""
-    if reply is None:
-        return None
-    status, latency_ms, problem, client = reply
-    client_id = client.decode() or None
-    if status == FAILED:
-        return RequestState("failed", latency_ms, code_of(problem), client_id)
-    state: Literal["queued", "processing", "completed"] = (
-        "completed" if status == SUCCESS else "queued" if status == PENDING else "processing"
-    )
-    return RequestState(state, latency_ms, None, client_id)
 
 
 def budget_arguments(budgets: Sequence[Budget]) -> list[Argument]:

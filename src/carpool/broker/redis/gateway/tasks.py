@@ -16,8 +16,9 @@ from functools import partial
 from typing import Any
 
 import msgspec
+from msgspec import UNSET
 
-from carpool.broker.polls import Poll, Polls, WhenPolled, no_such_task
+from carpool.broker.polls import Poll, Polls, WhenPolled, finished_state, no_such_task, queue_of
 from carpool.broker.redis.client.link import RedisFailure, ignore
 from carpool.broker.redis.ended_tasks import EndedTasks
 from carpool.broker.redis.formats import LATE, Reply, encode_reply
@@ -149,13 +150,24 @@ class RedisTasks:
 
         self._removals.remove(task_id, deleted, cancelled, receipt=receipt)
 
-    def place_of(self, task_id: str, told: Callable[[QueuePlace | None], None]) -> None:
-        """Where a task stands; None if that is not known, or it does not wait."""
+    def state(self, task_id: str, answer: WhenFound) -> None:
+        """Tell an operator how far a task is, and while it waits where it stands; None if there is none."""
 
-        def looked(found: Found) -> None:
-            told(found.queue if isinstance(found, StoredTask) else None)
+        def told(found: LookedAt | RedisFailure) -> None:
+            if isinstance(found, RedisFailure):
+                answer(out_of_reach())
+            elif found.task is None or found.task.status != "PENDING":
+                answer(None if found.task is None else finished_state(found.task, found.age_ms))
+            elif (place := self._place(task_id, found)) is TAKEN:
+                answer(RequestState("processing", found.age_ms, None, found.task.client_id or None))
+            else:
+                queue = UNSET if place is None else queue_of(place)
+                answer(RequestState("queued", found.age_ms, None, found.task.client_id or None, queue=queue))
 
-        self._look(task_id, looked, to_be_told=False, with_standing=True)
+        if names_a_shard(task_id):
+            self._look_at(task_id, told, to_be_told=False, with_standing=True)
+        else:
+            answer(None)
 
     def drain(self) -> None:
         """Long polls are answered with what there is."""
@@ -184,25 +196,35 @@ class RedisTasks:
     ) -> None:
         """Ask for a task's state, and maybe for a notice when it has an outcome, or where it stands."""
 
+        def told(found: LookedAt | RedisFailure) -> None:
+            if isinstance(found, RedisFailure) or found.task is None:
+                done(found if isinstance(found, RedisFailure) else None)
+            else:
+                done(msgspec.structs.replace(found.task, queue=self._place(task_id, found)))
+
+        self._look_at(task_id, told, to_be_told=to_be_told, with_standing=with_standing)
+
+    def _look_at(
+        self, task_id: str, done: Callable[[LookedAt | RedisFailure], None], *, to_be_told: bool, with_standing: bool
+    ) -> None:
         shard, receipt = self._steps.keys.shard_of_task(task_id), self._late.receipt()
 
         def told(found: LookedAt | RedisFailure) -> None:
             if isinstance(found, RedisFailure):
                 self._late.failed(shard, found)
-                done(found)
-                return
-            if found.was_over is not None:
+            elif found.was_over is not None:
                 self._late.came(shard, receipt, [found.was_over])
-            if found.task is not None and found.queue_stats is not None:
-                model, ahead = found.queue_stats
-                queue = TAKEN if ahead < 0 else self._queue_place(task_id, model, ahead)
-                done(msgspec.structs.replace(found.task, queue=queue))
-            else:
-                done(found.task)
+            done(found)
 
         gateway, late = self._gateway if to_be_told else b"", problem_json(LATE, task_id)
         ending = (late, self._result_ttl_ms, receipt)
         self._steps.look_at_task(task_id, gateway, ending, told, with_standing=with_standing)
+
+    def _place(self, task_id: str, found: LookedAt) -> QueuePlace | None:
+        if found.queue_stats is None:
+            return None
+        model, ahead = found.queue_stats
+        return TAKEN if ahead < 0 else self._queue_place(task_id, model, ahead)
 
     def _first_look(self, poll: Poll, found: Found) -> None:
         if isinstance(found, RedisFailure):
@@ -259,11 +281,7 @@ def names_a_shard(task_id: str) -> bool:
 
 
 class RequestStates:
-    """How far a request is, for operators: a task in any state, an entry on its way, a request of another gateway.
-
-    The state of a task is in Redis. A synchronous request is known to its own gateway, which others ask over its stream
-    of replies.
-    """
+    """How far a synchronous request is, for operators. Its own gateway knows; others ask that one over its replies."""
 
     def __init__(
         self, steps: RedisOps, gateway: bytes, *, lease_ms: int, others: Callable[[], Iterable[bytes]]
@@ -276,20 +294,11 @@ class RequestStates:
         # By id of a request: the timer of the wait for other gateways, and the callbacks that wait.
         self._asking: dict[str, tuple[asyncio.TimerHandle, list[WhenFound]]] = {}
 
-    def of_task(self, task_id: str, answer: WhenFound) -> None:
-        """How far a task is; None if there is none."""
-        if not names_a_shard(task_id):
-            answer(None)
-            return
-        self._steps.state_of_task(
-            task_id, self._lease_ms, lambda found: answer(out_of_reach() if isinstance(found, RedisFailure) else found)
-        )
-
     def of_entry(self, shard: Shard, field: bytes, entry_id: bytes, waiting: RequestState, answer: WhenFound) -> None:
         """Whether a batcher has an entry; `waiting` is what is known without asking."""
 
         def told(is_taken: bool | RedisFailure) -> None:
-            taken = msgspec.structs.replace(waiting, status="processing", queue=msgspec.UNSET)
+            taken = msgspec.structs.replace(waiting, status="processing", queue=UNSET)
             answer(taken if is_taken is True else waiting)
 
         self._steps.is_leased(shard, field, entry_id, self._lease_ms, told)
