@@ -91,11 +91,9 @@ class Polls:
 
     def take(self, task_id: str) -> list[Poll]:
         """Remove and return the polls that wait for a task; their timers are cancelled."""
-        polls = self._waiting.pop(task_id, [])
+        polls = list(self._waiting.get(task_id, ()))
         for poll in polls:
-            if poll.timer is not None:
-                poll.timer.cancel()
-                poll.timer = None
+            self.remove(poll)
         return polls
 
     def take_all(self) -> list[Poll]:

@@ -22,9 +22,8 @@ LETTERS_OWN_SHARE_MAX = 0.5
 class MemoryWatch:
     """Looks at the memory of every primary from time to time."""
 
-    def __init__(self, nodes: Nodes, *, share: float = SHARE_MAX, interval_s: float = 0.5) -> None:
+    def __init__(self, nodes: Nodes, *, interval_s: float = 0.5) -> None:
         self._nodes = nodes
-        self._share = share
         self._every = Every(interval_s, self._look)
         # Of the fullest primary: used memory by what it may use; 0.0 where nothing limits it.
         self.fraction = 0.0
@@ -41,7 +40,7 @@ class MemoryWatch:
     @property
     def is_full(self) -> bool:
         """Whether some primary uses more than the share of its memory."""
-        return self.fraction > self._share
+        return self.fraction > SHARE_MAX
 
     @property
     def is_short(self) -> bool:

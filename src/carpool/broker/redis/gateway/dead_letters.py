@@ -10,8 +10,7 @@ from functools import partial
 from typing import TypeVar
 
 from carpool.broker.redis.client.link import RedisFailure
-from carpool.broker.redis.dead_letters import IDS_A_MS, decode_body, summary_of
-from carpool.broker.redis.formats import UnknownFormatError
+from carpool.broker.redis.formats import IDS_A_MS, UnknownFormatError, decode_body, summary_of
 from carpool.broker.redis.gateway.refusals import out_of_reach
 from carpool.broker.redis.gateway.tasks import RedisTasks
 from carpool.broker.redis.keys import Shard

@@ -40,7 +40,6 @@ LOOK_AGAIN_S = 1.0
 # The gateway tells Redis of read results together: some at a call, which holds up Redis's other clients.
 TELL_READ_S = 0.25
 READ_A_CALL_MAX = 256
-READ_MAX = 100_000
 # How long to wait for other gateways that may have a request.
 ELSEWHERE_S = 0.5
 Found = StoredTask | RedisFailure | None
@@ -74,7 +73,7 @@ class RedisTasks:
         # Runs while polls wait.
         self._looks = Every(LOOK_AGAIN_S, self._look_again)
         # Tasks whose results were read, and of which Redis has not heard yet. Runs while there are some.
-        self._read_ids: set[str] = set()
+        self._read_ids: defaultdict[Shard, set[str]] = defaultdict(set)
         self._tells_read = Every(TELL_READ_S, self._tell_read)
         # While true, no poll is kept waiting.
         self.draining = False
@@ -258,19 +257,17 @@ class RedisTasks:
             return
         if poll.forget:
             self._removals.remove(poll.task_id, lambda _: None)
-        elif len(self._read_ids) < READ_MAX:
-            self._read_ids.add(poll.task_id)
+        else:
+            self._read_ids[self._steps.keys.shard_of_task(poll.task_id)].add(poll.task_id)
             self._tells_read.start()
 
     def _tell_read(self) -> None:
         """Tell Redis which results were read. If that does not arrive, nothing is lost: they stay longer."""
-        told, self._read_ids = self._read_ids, set()
-        by_shard: defaultdict[Shard, list[str]] = defaultdict(list)
-        for task_id in told:
-            by_shard[self._steps.keys.shard_of_task(task_id)].append(task_id)
-        for shard, task_ids in by_shard.items():
-            for at in range(0, len(task_ids), READ_A_CALL_MAX):
-                self._steps.were_read(shard, task_ids[at : at + READ_A_CALL_MAX], lambda _: None)
+        told, self._read_ids = self._read_ids, defaultdict(set)
+        for shard, task_ids in told.items():
+            ids = list(task_ids)
+            for at in range(0, len(ids), READ_A_CALL_MAX):
+                self._steps.were_read(shard, ids[at : at + READ_A_CALL_MAX], ignore)
         if not told:
             self._tells_read.stop()
 
