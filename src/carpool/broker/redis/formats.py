@@ -229,8 +229,8 @@ def make_error(code: str, detail: str, retry_after_s: int | None) -> CarpoolErro
     return kind(detail, retry_after_s=retry_after_s)
 
 
-# Dead letters: length of the owner, owner, lengths of head and parameters, head, parameters. Behind that scripts put the
-# client's own bytes (those of a task are in Redis already).
+# Dead letters: length of the owner, owner, lengths of head and parameters, head, parameters. Scripts put the client's
+# own bytes behind that (those of a task are in Redis already).
 
 LETTER_FORMAT = 1
 # An id is at least the ms of the burial times this, plus the number of the shard.
