@@ -34,9 +34,6 @@ class MemoryWatch:
         # By primary: bytes in use, and those that it may use (0: no limit), as it last said.
         self._facts: dict[int, tuple[int, int]] = {}
 
-    def __repr__(self) -> str:
-        return f"<MemoryWatch {self.fraction:.0%} of the memory, {self.used_bytes} bytes>"
-
     @property
     def is_full(self) -> bool:
         """Whether some primary uses more than the share of its memory."""

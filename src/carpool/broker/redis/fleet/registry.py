@@ -74,10 +74,6 @@ class Registry:
         self._again = False
         self._left = False
 
-    def __repr__(self) -> str:
-        live = len(self.view.live_gateways()), len(self.view.live_batchers())
-        return f"<Registry {self._role} {self._name.decode(errors='replace')}, live {live}, failures {self.failures}>"
-
     def is_fresh(self) -> bool:
         """Whether the view is of now."""
         return self.view.is_fresh(self._clock())
