@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import msgspec
 
-from carpool.broker.redis.fleet.live import LiveParts
+from carpool.broker.redis.fleet.registry import LiveParts
 from carpool.broker.redis.fleet.view import Heartbeat
 from carpool.broker.webhooks.deliverer import Deliverer
 from carpool.composition.engine import EXPIRY_TICK_S
@@ -95,9 +95,20 @@ class RedisProcess(Process):
             models=self.serving.describe(),
         )
 
-    def why_not_ready(self) -> str:
-        """When Redis is away."""
-        return f"Redis cannot be reached: {self.redis_context.nodes.trouble}"
+    @abstractmethod
+    def check_work(self, answer: Callable[[str | None], None]) -> None:
+        """Whether work is done while Redis is there; else the reason why not."""
+
+    def check_ready(self, answer: Callable[[str | None], None]) -> None:
+        """Ready when work is done over Redis, or when a gateway can do it by itself; else the reason why not."""
+        if self.runtime.draining:
+            answer("draining")
+        elif self.mode() == "redis":
+            self.check_work(answer)
+        elif self.role != "batcher" and self.serving.services:
+            self.serving.try_endpoints(answer)
+        else:
+            answer(f"Redis cannot be reached: {self.redis_context.nodes.trouble}")
 
 
 class RedisGateway(RedisProcess):
@@ -163,18 +174,9 @@ class RedisGateway(RedisProcess):
         self.admission.expire(now)
         self.serving.expire(now)
 
-    def check_ready(self, answer: Callable[[str | None], None]) -> None:
-        """Ready when Redis answers and a batcher lives, or when it can do the work itself; else the reason why not."""
-        if self.runtime.draining:
-            answer("draining")
-        elif self.redis_context.registry.refusal:
-            answer(self.redis_context.registry.refusal)
-        elif self.admission.is_connected():
-            answer(None if self.redis_context.registry.view.live_batchers() else "no batcher lives")
-        elif self.serving.services:
-            self.serving.try_endpoints(answer)
-        else:
-            answer(self.why_not_ready())
+    def check_work(self, answer: Callable[[str | None], None]) -> None:
+        """Batchers do it."""
+        answer(None if self.redis_context.registry.view.live_batchers() else "no batcher lives")
 
     def find_request(self, request_id: str, answer: FoundRequest) -> None:
         """Tell how a request is: one of this process, a task, or one of another gateway."""
@@ -219,22 +221,15 @@ class RedisBatcher(RedisProcess):
         """Look at the deadlines."""
         self.serving.expire(self.runtime.clock())
 
-    def check_ready(self, answer: Callable[[str | None], None]) -> None:
-        """Ready when it takes work, and Redis takes its outcomes; else the reason why not."""
-        if self.runtime.draining:
-            answer("draining")
-        elif self.redis_context.registry.refusal:
-            answer(self.redis_context.registry.refusal)
-        elif self.redis_context.are_all_nodes_up():
-            self.own.check_ready(answer)
-        else:
-            answer(self.why_not_ready())
+    def check_work(self, answer: Callable[[str | None], None]) -> None:
+        """It takes work, and Redis takes its outcomes."""
+        self.own.check_ready(answer)
 
     def find_request(self, request_id: str, answer: FoundRequest) -> None:
         """Tell how a request is that waits here, or a task."""
         request = self.serving.find_waiting(request_id)
         if request is None or (request.is_task and request.phase == QUEUED):
-            self.redis_context.tell_of_task(request_id, answer)
+            self.redis_context.tasks.state(request_id, answer)
         else:
             answer(self.serving.tell_of(request))
 
@@ -261,16 +256,9 @@ class RedisServe(RedisGateway):
         self.serving = self.own = RedisServing(await self.meet(), self._sampled)
         return self.parts_with(Part(self.serving.start, self.own.drain), [Part(self.own.take)])
 
-    def check_ready(self, answer: Callable[[str | None], None]) -> None:
-        """Ready when its batcher half is, or without Redis when it can do the work itself; else the reason why not."""
-        if self.runtime.draining:
-            answer("draining")
-        elif self.redis_context.registry.refusal:
-            answer(self.redis_context.registry.refusal)
-        elif self.admission.is_connected():
-            self.own.check_ready(answer)
-        else:
-            self.serving.try_endpoints(answer)
+    def check_work(self, answer: Callable[[str | None], None]) -> None:
+        """Its batcher half does it."""
+        self.own.check_ready(answer)
 
     def heartbeat(self) -> Heartbeat:
         """What this process tells the others of itself."""

@@ -10,10 +10,9 @@ from msgspec import UNSET
 
 from carpool.broker.dead_letters import DeadLetterBox, DeadLetterDesk
 from carpool.broker.fill import LOOK_S, FillWatch
-from carpool.broker.journal import Journal
+from carpool.broker.journal import Journal, JournalOutbox
 from carpool.broker.tasks import Tasks
 from carpool.broker.webhooks.deliverer import Deliverer
-from carpool.broker.webhooks.journal_outbox import JournalOutbox
 from carpool.composition.credentials import watch_key_file
 from carpool.composition.engine import Engine
 from carpool.composition.faces import Faces

@@ -12,9 +12,7 @@ import pytest
 from sites import LONG_MS, NEVER_MS, Door, Open, Site, opened
 
 from carpool.broker.redis.keys import Keys
-from carpool.composition import redis_context
 from carpool.composition.process import Process
-from carpool.settings import ConfigError
 from support.client import ask_once
 from support.processes import until
 from support.redis_servers import RedisCluster, RedisServer, running_redis
@@ -124,19 +122,6 @@ async def test_one_that_drains_says_so(open_fleet: Open) -> None:
     assert await site.there.output(task_id) == "x"
 
 
-async def test_another_number_of_shards_is_not_let_in(open_fleet: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would look for entries, and put some, where the others never look."""
-    site = await open_fleet()
-    monkeypatch.setattr(redis_context, "SHARDS_MAX", 8)
-    with pytest.raises(ConfigError, match="has 8 shards and the fleet that uses this Redis 16"):
-        await site.add("batcher")
-    await site.processes.pop().close()
-    batcher, here, there = site.processes
-    await until_all_see(site, {name_of(here): "ok", name_of(there): "ok"}, {name_of(batcher): "ok"})
-    await site.restart()  # now nobody is there with another number
-    assert await site.there.output(await site.here.submit()) == "x"
-
-
 async def test_the_long_silent_and_the_absurd_are_forgotten(open_fleet: Open, redis_server: RedisServer) -> None:
     """Whatever somebody writes there: it keeps nobody out who was let in."""
     site = await open_fleet()
@@ -145,7 +130,7 @@ async def test_the_long_silent_and_the_absurd_are_forgotten(open_fleet: Open, re
     async with redis_server.client() as client:
         now_ms = int((await client.time())[0]) * 1000
         gone = {"old": f"{now_ms - 62_000} {{}}", "future": f"{now_ms + 62_000} {{}}", "bad": "not a stamp"}
-        odd = {"odd": f'{now_ms - 30_000} {{"status":"ok","shards":3}}', "long": f"{now_ms} " + "x" * 300_000}
+        odd = {"odd": f'{now_ms - 30_000} {{"status":"ok"}}', "long": f"{now_ms} " + "x" * 300_000}
         for name, value in (gone | odd).items():
             await client.hset(batchers, name, value)
         gateways = {name_of(here): "ok", name_of(there): "ok"}

@@ -11,7 +11,7 @@ import pytest
 from carpool.broker.redis.client.address import parse_broker_url
 from carpool.broker.redis.client.link import Lost
 from carpool.broker.redis.client.nodes import Nodes
-from carpool.broker.redis.fleet.memory import MemoryWatch, memory_facts, memory_fraction
+from carpool.broker.redis.fleet.memory import MemoryWatch, memory_facts
 from support.processes import until
 from support.redis_servers import RedisCluster, RedisServer, running_redis
 
@@ -145,8 +145,3 @@ async def test_every_primary_of_a_cluster_counts(redis_cluster: RedisCluster) ->
 )
 def test_facts(info: bytes, facts: tuple[int, int] | None) -> None:
     assert memory_facts(info) == facts
-
-
-def test_fraction() -> None:
-    assert memory_fraction(50, 100) == 0.5
-    assert memory_fraction(50, 0) == 0.0

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from carpool.broker.redis.client.address import parse_broker_url
-from carpool.broker.redis.fleet.persistence import find_disks
-from carpool.broker.redis.fleet.servers import Inspection
+from carpool.broker.redis.fleet.servers import Inspection, find_disks
 from carpool.broker.redis.keys import Keys
 from carpool.core.finding import Finding
 from carpool.tools.doctor import Doctor

@@ -17,7 +17,7 @@ from carpool.broker.redis.batcher.leases import Leases
 from carpool.broker.redis.batcher.replies import UNCONFIRMED_MAX
 from carpool.broker.redis.batcher.shards import HEADS_KNOWN_MAX
 from carpool.broker.redis.client.link import RedisFailure, ignore
-from carpool.broker.redis.dead_letters.box import RedisDeadLetterBox
+from carpool.broker.redis.dead_letters import RedisDeadLetterBox
 from carpool.broker.redis.formats import ENTRY_FORMAT, Header, encode_header, encode_record
 from carpool.broker.redis.gateway.tasks import RedisTasks
 from carpool.broker.redis.keys import GROUP

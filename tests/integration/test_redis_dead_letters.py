@@ -1,6 +1,5 @@
 """Dead letters on a real Redis: what becomes one, and that a replay neither loses nor repeats anything."""
 
-import asyncio
 import time
 from collections.abc import AsyncIterator
 from itertools import pairwise
@@ -10,11 +9,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from carpool.broker.redis.dead_letters import box as box_module
-from carpool.broker.redis.dead_letters.bounds import LetterBounds
-from carpool.broker.redis.dead_letters.box import RedisDeadLetterBox
-from carpool.broker.redis.dead_letters.letters import IDS_A_MS
+from carpool.broker.redis import dead_letters as box_module
+from carpool.broker.redis.dead_letters import LetterBounds, RedisDeadLetterBox
 from carpool.broker.redis.fleet.memory import LETTERS_SHARE_MAX, SHARE_MAX, memory_facts, memory_fraction
+from carpool.broker.redis.formats import IDS_A_MS
 from carpool.broker.redis.gateway import dead_letters as desk_module
 from carpool.broker.redis.gateway.dead_letters import RedisDeadLetterDesk
 from carpool.broker.redis.gateway.tasks import RedisTasks
@@ -23,14 +21,13 @@ from carpool.core.dead_letter import DeadLetterSummary, SynchronousKept
 from carpool.core.errors import (
     BrokerDown,
     CarpoolError,
-    DeadlineExceeded,
     InputRefused,
     Malformed,
     UpstreamFailed,
 )
 from carpool.core.request import Request
 from carpool.testing import Witness, make_request
-from support.processes import PATIENCE_S, until
+from support.processes import until
 from support.redis_servers import RedisServer, running_redis
 from support.redis_tasks import Office, letter_bounds, open_office
 from support.tasks import told
@@ -90,18 +87,9 @@ async def letters(redis_server: RedisServer) -> AsyncIterator[LetterOffice]:
 # What becomes one.
 
 
-@pytest.mark.parametrize(
-    ("kept", "causes"), [("poison", ["input-refused"]), ("all", ["input-refused", "upstream-failed"]), ("none", [])]
-)
-async def test_which_synchronous_requests_are_kept(
-    letters: LetterOffice, kept: SynchronousKept, causes: list[str]
-) -> None:
+@pytest.mark.parametrize("kept", ["poison", "all", "none"])
+async def test_suspects_are_kept_where_any_are(letters: LetterOffice, kept: SynchronousKept) -> None:
     letters.box = RedisDeadLetterBox(letters.office.steps, bounds=letters.bounds, kept=kept)
-    await letters.bury("a", error=REFUSED)
-    await letters.bury("b", error=UpstreamFailed("down"))
-    await letters.bury("c", error=DeadlineExceeded("late"))
-    assert [letter.cause for letter in await letters.desk.page(0, 10)] == causes
-    assert sum(letters.box.buried.values()) == len(causes)
     letters.box.bury_suspect(letters.request("suspect"), UpstreamFailed("given up: 3 batchers did not come back"), 3)
     await until(lambda: letters.box.burying == 0)
     assert ("suspect" in await letters.names()) == (kept != "none")
@@ -286,23 +274,3 @@ async def test_pages_go_over_all_shards_in_order(letters: LetterOffice, monkeypa
             pages += page
             after = page[-1].id
         assert pages == whole
-
-
-async def test_replay_all_ends_though_its_tasks_come_back(redis_server: RedisServer) -> None:
-    """Letters that its own tasks come back as are younger than where it stops."""
-    async with open_office(redis_server.url, shards=2) as office:
-        letters = LetterOffice(office)
-        await letters.bury(*(f"r{number}" for number in range(200)))
-        office.replies = office.writer(result_ttl_ms=1000, letter_bounds=letter_bounds(1000))
-        over = asyncio.Event()
-
-        async def fail_everything() -> None:
-            while not over.is_set():
-                for taken in await office.take():
-                    await office.finish(taken, REFUSED)
-
-        failing = asyncio.ensure_future(fail_everything())
-        report = await asyncio.wait_for(letters.desk.replay_all(None), PATIENCE_S)
-        over.set()
-        await failing
-        assert len(report.tasks) == 200

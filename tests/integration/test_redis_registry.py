@@ -1,23 +1,16 @@
 """Heartbeats over a real Redis: who comes, who goes, who falls silent."""
 
 import secrets
-from typing import Any
 
 import msgspec
 import pytest
 
-from carpool.broker.redis.client.nodes import Nodes
 from carpool.broker.redis.fleet.registry import Registry
-from carpool.broker.redis.fleet.view import EndpointHeartbeat, Heartbeat, ModelHeartbeat
+from carpool.broker.redis.fleet.view import Heartbeat, ModelHeartbeat
 from carpool.broker.redis.keys import Keys
-from carpool.core.names import Role
 from support.processes import until
 from support.redis_nodes import connected
 from support.redis_servers import RedisServer
-
-INTERVAL_S = 0.05
-# Nobody is late by so much, however busy the machine is.
-STALE_S = 20.0
 
 
 @pytest.fixture
@@ -26,22 +19,8 @@ def keys() -> Keys:
 
 
 def description(healthy_slots: int = 4) -> Heartbeat:
-    endpoint = EndpointHeartbeat("http://gpu:9000/infer", "healthy", in_flight=1, limit=4, slots=4, breaker="closed")
-    model = ModelHeartbeat(slots=4, healthy_slots=healthy_slots, capacity_rps=10.0, endpoints=(endpoint,))
+    model = ModelHeartbeat(slots=4, healthy_slots=healthy_slots, capacity_rps=10.0)
     return Heartbeat("ok", rate=3.0, models={"m": model})
-
-
-def registry(
-    nodes: Nodes,
-    keys: Keys,
-    name: bytes,
-    role: Role,
-    said: Heartbeat | None = None,
-    **options: Any,
-) -> Registry:
-    said = description() if said is None else said
-    timing = {"interval_s": INTERVAL_S, "stale_s": STALE_S, **options}
-    return Registry(nodes, keys, name=name, role=role, describe=lambda: said, **timing)
 
 
 def live(one: Registry) -> tuple[list[str], list[str]]:
@@ -62,19 +41,3 @@ async def test_a_change_is_told_without_waiting(redis_server: RedisServer, keys:
         await until(lambda: one.view.healthy_slots("m") == 2)
         assert one.view.batchers[0].status == "draining"
         one.close()
-
-
-async def test_only_changes_are_told(redis_server: RedisServer, keys: Keys) -> None:
-    """Not every heartbeat."""
-    async with connected(redis_server.url) as nodes:
-        changes: list[tuple[list[str], list[str]]] = []
-        watcher: Registry = registry(nodes, keys, b"w", "gateway", changed=lambda: changes.append(live(watcher)))
-        leaver = registry(nodes, keys, b"l", "batcher")
-        watcher.start()
-        leaver.start()
-        await until(lambda: live(watcher) == (["w"], ["l"]))
-        await leaver.leave()
-        await until(lambda: live(watcher) == (["w"], []))
-        assert changes[-2:] == [(["w"], ["l"]), (["w"], [])]
-        assert len(changes) <= 3
-        watcher.close()

@@ -18,7 +18,6 @@ from carpool.broker.redis.batcher.sweeper import Sweeper
 from carpool.broker.redis.client.link import Lost, OnReply
 from carpool.broker.redis.client.nodes import Nodes, Script
 from carpool.broker.redis.gateway import task_intake as intake_module
-from carpool.broker.redis.gateway import task_removals as removals_module
 from carpool.broker.redis.keys import Keys
 from carpool.broker.redis.redis_ops import EndedTask, RedisOps
 from carpool.broker.webhooks.deliverer import webhook_id_of
@@ -218,7 +217,7 @@ async def test_a_task_with_a_kept_result_that_is_refused_sends_no_webhook(place:
 
 async def test_a_submission_whose_reply_was_lost_leaves_nothing(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """It ran, and its webhook was sent, before it was removed."""
-    monkeypatch.setattr(removals_module, "RETRY_S", 0.1)
+    monkeypatch.setattr(intake_module, "RETRY_S", 0.1)
     place.nodes.losses["submit"] = 1
     tasks, request = place.gateway(), place.request(callback_url=URL)
     assert isinstance(await told(partial(tasks.submit, request)), BrokerDown)

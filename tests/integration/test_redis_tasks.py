@@ -10,17 +10,14 @@ import pytest
 
 from carpool.broker.redis.client.nodes import Nodes
 from carpool.broker.redis.gateway import task_intake as intake_module
-from carpool.broker.redis.gateway import task_removals as removals_module
 from carpool.broker.redis.gateway import tasks as tasks_module
 from carpool.broker.redis.gateway.tasks import RedisTasks
 from carpool.core.errors import (
     BrokerDown,
     BrokerMemoryFull,
     CarpoolError,
-    InputRefused,
     InternalError,
     QueueFull,
-    UnknownTask,
 )
 from carpool.core.ports import Caller
 from carpool.core.task import StoredTask
@@ -199,18 +196,6 @@ async def test_a_telling_before_the_first_answer_is_not_lost(office: Office, no_
     assert (await poll).status == "SUCCESS"
 
 
-async def test_the_first_written_result_wins(office: Office) -> None:
-    tasks = office.gateway()
-    task_id = await office.submit(tasks)
-    (taken,) = await office.take()
-    assert await office.finish(taken, OUTPUT)
-    first = await look(tasks, task_id)
-    assert await office.finish(taken, InputRefused("too late"))  # Redis says yes: there is nothing left to do
-    assert await look(tasks, task_id) == first
-    assert await office.counts() == (0, 0)
-    assert office.buried == []
-
-
 async def test_the_clock_may_be_given(office: Office) -> None:
     tasks = office.gateway(now_ms=lambda: b"1000000")
     office.replies = office.writer(now_ms=lambda: b"2000000", result_ttl_ms=1000)
@@ -309,7 +294,7 @@ async def test_a_task_behind_the_wait_is_not_covered_by_it(office: Office, redis
 async def test_a_submission_that_was_lost_is_removed_when_redis_is_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(removals_module, "RETRY_S", 0.1)
+    monkeypatch.setattr(intake_module, "RETRY_S", 0.1)
     async with running_redis(tmp_path) as server, open_office(server.url, timeout_s=1.0) as office:
         tasks = office.gateway()
         kept = await office.submit(tasks)
@@ -347,30 +332,6 @@ async def test_without_redis_everybody_is_told_so(tmp_path: Path, monkeypatch: p
         assert not long.done()  # who waits long outlives it
         assert await office.finish(taken, OUTPUT)
         assert (await long).status == "SUCCESS"
-
-
-async def test_forgotten_after_it_was_read(office: Office) -> None:
-    tasks = office.gateway()
-    task_id = await office.submit(tasks)
-    assert (await look(tasks, task_id, forget=True)).status == "PENDING"
-    (taken,) = await office.take()
-    await office.finish(taken, OUTPUT)
-    heard: list[StoredTask | CarpoolError] = []
-
-    def hung_up(task: StoredTask | CarpoolError) -> bool:
-        heard.append(task)
-        return False
-
-    tasks.look(ANYBODY, task_id, 0.0, True, hung_up)
-    await until(lambda: bool(heard))
-    assert (await look(tasks, task_id, forget=True)).status == "SUCCESS"
-
-    async def is_forgotten() -> (
-        bool
-    ):  # a script that Redis does not know yet is sent twice, the second time behind others
-        return isinstance(await look(tasks, task_id), UnknownTask)
-
-    await until(is_forgotten)
 
 
 async def test_a_task_ends_at_its_own_deadline_whoever_came_with_it(office: Office) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from yarl import URL
 
-from carpool.broker.webhooks.schedule import Answered
+from carpool.broker.webhooks.rules import Answered
 from carpool.broker.webhooks.sender import Sender
 from support.certificates import Certificates
 from support.processes import PATIENCE_S, until

@@ -257,7 +257,7 @@ def test_the_snippet_of_the_page_verifies() -> None:
     (snippet,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     namespace: dict[str, Any] = {}
     exec(compile(snippet, PAGE.name, "exec"), namespace)
-    from carpool.broker.webhooks.signing import secret_of, signed_headers
+    from carpool.broker.webhooks.rules import secret_of, signed_headers
 
     body = b'{"task_id":"t","status":"SUCCESS"}'
     now = 1_700_000_000

@@ -9,9 +9,16 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from carpool.broker.webhooks.addresses import Callbacks, allowed_host
-from carpool.broker.webhooks.schedule import PAUSE_S_MAX, Answered, retry_after_of, verdict
-from carpool.broker.webhooks.signing import secret_of, signed_headers
+from carpool.broker.webhooks.rules import (
+    PAUSE_S_MAX,
+    Answered,
+    Callbacks,
+    allowed_host,
+    retry_after_of,
+    secret_of,
+    signed_headers,
+    verdict,
+)
 from carpool.core.errors import CallbackDenied
 
 DAY_S = 86400.0

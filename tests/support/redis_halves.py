@@ -23,8 +23,7 @@ from carpool.broker.redis.client.address import parse_broker_url
 from carpool.broker.redis.client.link import Link, OnReply
 from carpool.broker.redis.client.node import Reader
 from carpool.broker.redis.client.nodes import Nodes, Script
-from carpool.broker.redis.dead_letters.bounds import LetterBounds
-from carpool.broker.redis.dead_letters.box import RedisDeadLetterBox
+from carpool.broker.redis.dead_letters import LetterBounds, RedisDeadLetterBox
 from carpool.broker.redis.formats import decode_value
 from carpool.broker.redis.gateway.queue import RedisQueue
 from carpool.broker.redis.keys import GROUP, Keys, Shard, line_name

@@ -147,7 +147,7 @@ class ShardBench:
 
     def queue_stats(self, task: str) -> tuple[str, int] | None:
         """The model of a task that waits, and how many go before it; -1 if it was taken."""
-        *_, was_over, model, ahead, _ = self.run(LOOK, task, "", self._now(), "late", 60_000, 1)
+        *_, was_over, model, ahead, _, _, _ = self.run(LOOK, task, "", self._now(), "late", 60_000, 1)
         return None if model is None or was_over else (model.decode(), ahead)
 
     def forget(self, task: str) -> bool:

@@ -12,10 +12,9 @@ import msgspec
 from carpool.broker.redis.batcher.leases import EntryLease, LeasedEntries
 from carpool.broker.redis.batcher.replies import ReplyWriter
 from carpool.broker.redis.client.nodes import Nodes
-from carpool.broker.redis.dead_letters.bounds import LetterBounds
+from carpool.broker.redis.dead_letters import LetterBounds
 from carpool.broker.redis.formats import EntryRecord, Header, decode_header, decode_value
-from carpool.broker.redis.gateway.task_intake import TaskIntake
-from carpool.broker.redis.gateway.task_removals import TaskRemovals
+from carpool.broker.redis.gateway.task_intake import TaskIntake, TaskRemovals
 from carpool.broker.redis.gateway.tasks import RedisTasks
 from carpool.broker.redis.keys import Keys, Shard
 from carpool.broker.redis.redis_ops import RedisOps

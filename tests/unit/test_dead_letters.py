@@ -1,6 +1,5 @@
 """Dead letters with a real journal: what becomes one, and that a replay neither loses nor repeats anything."""
 
-import asyncio
 from collections.abc import AsyncIterator
 from functools import partial
 from typing import Any
@@ -150,30 +149,6 @@ async def test_neither_a_task_nor_a_settled_request_is_buried_by_hand(office: Of
     await office.bury("r1")
     assert [letter.request_id for letter in await office.desk.page(0, 10)] == ["r1"]
     assert office.journal.buried["input-refused"] == 1
-
-
-async def test_replay_of_all_takes_those_there_were_in_their_order(
-    office: Office, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(replays_module, "PAGE_MAX", 7)
-    names = [f"r{n}" for n in range(30)]
-    await office.bury(*names)
-    replaying = asyncio.ensure_future(office.desk.replay_all(None))
-    while not replaying.done():
-        for request in office.queued():
-            request.sends = 1
-            office.broker.settle(request, UpstreamFailed("still down"))  # a letter again, and not replayed again
-        await asyncio.sleep(0)
-    report = await replaying
-    assert [task.id for task in report.tasks] == list(range(1, 31))
-    assert report.reason is None
-    for request in office.queued():
-        office.broker.settle(request, UpstreamFailed("still down"))
-    await until(lambda: office.journal.counts.dead_letters == 30)
-    letters = await office.desk.page(0, 100)
-    assert min(letter.id for letter in letters) > 30
-    shown = [await office.desk.show(letter.id) for letter in letters]
-    assert {letter.input for letter in shown} == {b'"%b"' % name.encode() for name in names}
 
 
 async def test_replay_of_all_stops_when_no_more_is_accepted(office: Office, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,9 +6,8 @@ from collections.abc import Callable, Mapping
 import pytest
 from yarl import URL
 
-from carpool.broker.webhooks.addresses import Callbacks, allowed_host
 from carpool.broker.webhooks.deliverer import IN_FLIGHT_BYTES_MAX, Deliverer, DeliveryTerms
-from carpool.broker.webhooks.schedule import Answered
+from carpool.broker.webhooks.rules import Answered, Callbacks, allowed_host
 from carpool.core.errors import BrokerDown
 from carpool.core.task import StoredTask
 from carpool.core.webhook import DueWebhook, WebhookState

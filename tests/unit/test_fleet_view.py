@@ -1,4 +1,4 @@
-"""Heartbeats: bounded by those who write them, not trusted by those who read them."""
+"""Heartbeats, and what is seen of the fleet by them."""
 
 import json
 from typing import Any
@@ -8,9 +8,6 @@ import pytest
 
 from carpool.broker.redis.fleet.view import (
     BEAT_BYTES_MAX,
-    ENDPOINTS_MAX,
-    MODELS_MAX,
-    EndpointHeartbeat,
     FleetView,
     Heartbeat,
     ModelHeartbeat,
@@ -24,17 +21,17 @@ from carpool.core.errors import (
     ClientLeft,
 )
 from carpool.core.request import Request
-from carpool.core.snapshot import Health
+from carpool.core.snapshot import EndpointHealth, Health
 from carpool.testing import Witness, make_output, make_request
 
 NOW_MS = 1_700_000_000_000
 
 
-def endpoint(name: str = "http://gpu-1:9000/infer") -> EndpointHeartbeat:
-    return EndpointHeartbeat(
-        name=name,
-        status="healthy",
-        current_utilization=0.5,
+def endpoint(name: str = "http://gpu-1:9000/infer") -> EndpointHealth:
+    return EndpointHealth(
+        endpoint=name,
+        state="healthy",
+        utilization=0.5,
         in_flight=1,
         limit=2,
         slots=2,
@@ -43,7 +40,7 @@ def endpoint(name: str = "http://gpu-1:9000/infer") -> EndpointHeartbeat:
     )
 
 
-def model(*endpoints: EndpointHeartbeat, **facts: Any) -> ModelHeartbeat:
+def model(*endpoints: EndpointHealth, **facts: Any) -> ModelHeartbeat:
     said = ModelHeartbeat(
         slots=4,
         healthy_slots=3,
@@ -156,11 +153,7 @@ def test_utilization_is_weighted_by_slots() -> None:
         b"\xff",
         b"[]",
         b'{"status":1}',
-        b'{"status":"ok","in_flight":-1}',
-        b'{"status":"ok","current_utilization":2}',
-        b'{"status":"ok","models":{"m":{"healthy_slots":99999999999}}}',
-        b'{"status":"' + b"x" * 33 + b'"}',
-        b'{"status":"ok"}' + b" " * BEAT_BYTES_MAX,
+        b'{"status":"ok","models":{"m":{"healthy_slots":"many"}}}',
     ],
 )
 def test_an_absurd_beat_is_left_out(body: bytes) -> None:
@@ -169,7 +162,7 @@ def test_an_absurd_beat_is_left_out(body: bytes) -> None:
     assert seen.unreadable == 1
 
 
-@pytest.mark.parametrize("stamp", [b"", b"x", b"-5", b"9" * 15, b"9" * 5000])
+@pytest.mark.parametrize("stamp", [b"", b"x", b"9" * 18, b"9" * 5000])
 def test_an_absurd_stamp_is_left_out(stamp: bytes) -> None:
     seen = view(None, {b"bad": stamp + b' {"status":"ok"}'})
     assert (seen.batchers, seen.unreadable) == ((), 1)
@@ -181,25 +174,12 @@ def test_what_is_no_reply_is_refused(reply: Any) -> None:
         read_view(reply, seen_at=0.0, stale_s=1.5)
 
 
-def test_a_beat_is_cut_to_its_bounds() -> None:
-    endpoints = [endpoint(f"http://gpu-{number}/{'x' * 500}") for number in range(ENDPOINTS_MAX + 5)]
-    models = {f"m{number}": model() for number in range(MODELS_MAX + 5)} | {}
-    models["m0"] = model(*endpoints, slots=10**12, healthy_slots=-1, current_utilization=7.0)
-    heartbeat = encode_heartbeat(Heartbeat("x" * 100, models=models), with_models=True)
+def test_where_a_batcher_has_too_many_endpoints_its_slots_count_all_the_same() -> None:
+    endpoints = [endpoint(f"http://gpu-{number}/{'x' * 500}") for number in range(1000)]
+    heartbeat = encode_heartbeat(Heartbeat("ok", models={"m": model(*endpoints, slots=2000)}), with_models=True)
     assert len(heartbeat) <= BEAT_BYTES_MAX
     (member,) = view(None, {b"b": value(heartbeat)}).batchers
-    assert len(member.heartbeat.models) == MODELS_MAX
-    assert member.heartbeat.models["m0"].slots == 10**9
-    assert member.heartbeat.models["m0"].healthy_slots == 0
-    assert member.heartbeat.models["m0"].current_utilization == 1.0
-
-
-def test_the_outline_changes_with_what_matters_alone() -> None:
-    def outline(**facts: Any) -> Any:
-        return view({b"g": gateway()}, {b"b": batcher(m=model(**facts))}).outline()
-
-    assert outline() == outline(rate=1.0, in_flight=4)
-    assert outline() != outline(healthy_slots=2)
+    assert (member.heartbeat.models["m"].slots, member.heartbeat.models["m"].endpoints) == (2000, ())
 
 
 def a_request(owner: str = "", now: float = 0.0) -> Request:

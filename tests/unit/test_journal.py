@@ -302,16 +302,17 @@ async def buried(journal: Journal, *names: str, payload: bytes = b'"in"', cause:
 
 
 async def letter_ids(journal: Journal, after: int = 0, limit: int = 1000, cause: str | None = None) -> list[int]:
-    return [letter.id for letter in await ask(journal.list_letters, after, limit, cause)]
+    letters = await journal.look(lambda store, now: store.letters(after, limit, cause, now))
+    return [letter.id for letter in letters]
 
 
 async def test_the_number_of_a_letter_is_never_used_again(opener: Opener) -> None:
     journal = opener()
     await buried(journal, "a", "b")
-    await ask(journal.drop_letters, None)
+    await journal.change(lambda store, _: store.drop_all_letters())
     await buried(journal, "c")
     assert await letter_ids(journal) == [3]
-    await ask(journal.drop_letters, None)
+    await journal.change(lambda store, _: store.drop_all_letters())
     await journal.close()
     again = opener()
     assert again.last_letter == 3
@@ -324,11 +325,11 @@ async def test_a_replay_takes_the_letter_and_keeps_the_task_together_or_neither(
     await buried(journal, "a")
     # Of one group: one of them wins, and a drop comes too late.
     replays = [asking(lambda t, done: journal.append(t, done, 1), task(name)) for name in ("r1", "r2")]
-    dropped = asking(journal.drop_letters, 1)
+    dropped = asyncio.ensure_future(journal.change(lambda store, now: store.drop_letters([1], now)))
     first, second = [await replay for replay in replays]
     assert first is None
     assert isinstance(second, NotFound)
-    assert await dropped == 0
+    assert await dropped == set()
     assert counts(journal) == (1, 0, 0, 6)
     assert [record.id for record in journal.pending()] == ["r1"]
     # A task that cannot be written leaves the letter where it is.
@@ -410,9 +411,10 @@ async def test_a_closed_journal_takes_no_letters(opener: Opener) -> None:
     journal = opener()
     await journal.close()
     journal.bury(task("a"), POISON)
-    assert isinstance(await ask(journal.list_letters, 0, 1, None), JournalFailed)
-    assert isinstance(await ask(journal.read_letter, 1), JournalFailed)
-    assert isinstance(await ask(journal.drop_letters, None), JournalFailed)
+    with pytest.raises(JournalFailed):
+        await letter_ids(journal)
+    with pytest.raises(JournalFailed):
+        await journal.change(lambda store, _: store.drop_all_letters())
     assert opener().counts.dead_letters == 0
 
 
@@ -638,29 +640,6 @@ def future_schema(path: Path) -> None:
     connection.close()
 
 
-@pytest.mark.parametrize("version", [1, 2])
-async def test_a_file_of_an_older_schema_is_brought_to_this_one(tmp_path: Path, version: int) -> None:
-    path = tmp_path / "journal.db"
-    journal_store.Store(path).close(0.0)
-    connection = sqlite3.connect(path)
-    connection.execute("DROP TABLE webhooks")
-    connection.execute("ALTER TABLE tasks DROP COLUMN callback_url")
-    if version == 1:
-        connection.execute("ALTER TABLE tasks DROP COLUMN client_id")
-    connection.execute(f"PRAGMA user_version = {version}")
-    connection.execute(
-        """INSERT INTO tasks (id, owner, model, tier, submitted, deadline, status, bytes, parameters, input)
-        VALUES ('old', 'o', 'm', 0, 1.0, 1e9, 0, 3, x'', x'227822')"""
-    )
-    connection.commit()
-    connection.close()
-    store = journal_store.Store(path)
-    (task,) = store.pending()
-    assert (task.id, task.client_id, task.callback_url, task.input) == ("old", "", "", b'"x"')
-    assert store.counts.webhooks == 0
-    store.close(0.0)
-
-
 def torn_pages(path: Path) -> None:
     journal_store.Store(path).close(0.0)
     with path.open("r+b") as file:
@@ -774,8 +753,8 @@ async def test_expired_letters_are_not_there(opener: Opener, monkeypatch: pytest
     await buried(journal, "a")
     opener.clock.now += 6001.0
     assert await letter_ids(journal) == []
-    assert await ask(journal.read_letter, 1) is None
-    assert await ask(journal.drop_letters, 1) == 0
+    assert await journal.look(lambda store, now: store.letter(1, now)) is None
+    assert await journal.change(lambda store, now: store.drop_letters([1], now)) == set()
     assert isinstance(await ask(lambda t, done: journal.append(t, done, 1), task("r")), NotFound)
 
 

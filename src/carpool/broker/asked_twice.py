@@ -41,9 +41,6 @@ class AskedTwice:
         # The hashes of keys that came in a rest; made for the first one.
         self._numbers = array("q")
 
-    def __repr__(self) -> str:
-        return f"<AskedTwice unasked={self._unasked} rests_until={self.rests_until}>"
-
     def again(self) -> None:
         """A request came a second time."""
         self._unasked = 0

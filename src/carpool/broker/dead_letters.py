@@ -1,29 +1,15 @@
-"""Dead letters in the journal: how they come in, and what a person does with them.
-
-1. `Tasks` buries a task together with its result (tasks.py); `DeadLetterBox.bury` buries a synchronous request, if the
-   settings keep its kind of error.
-2. A replay is a new task with an id of its own: the old one has its outcome already. The letter goes in the transaction
-   that accepts the task, so it is never lost, and never replayed twice.
-3. `replay_all` ends (replays.py): it stops at the last letter there was; its own tasks that fail become newer ones.
-"""
+"""Dead letters in the journal. `Tasks` buries a task together with its result (tasks.py)."""
 
 import time
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from functools import partial
 
 from carpool.broker.journal import Journal
 from carpool.broker.journal_records import DeadLetter, record_of
-from carpool.broker.replays import ReplayRun, answer_of, no_such_letter, not_served, replay_request
+from carpool.broker.replays import Page, ReplayDesk
 from carpool.broker.tasks import Tasks
 from carpool.core.clock import Clock, monotonic
-from carpool.core.dead_letter import (
-    DeadLetterSummary,
-    Replayed,
-    ReplayReport,
-    StoredDeadLetter,
-    SynchronousKept,
-    is_kept,
-)
+from carpool.core.dead_letter import DeadLetterSummary, StoredDeadLetter, SynchronousKept, is_kept
 from carpool.core.errors import CarpoolError
 from carpool.core.request import DONE, Request
 
@@ -46,8 +32,8 @@ class DeadLetterBox:
         self._journal.bury(record, DeadLetter(error.code, error.detail, sends))
 
 
-class DeadLetterDesk:
-    """Shows, replays and drops dead letters (core.ports.DeadLetterDesk)."""
+class DeadLetterDesk(ReplayDesk):
+    """Shows, replays and drops the dead letters of a journal."""
 
     def __init__(
         self,
@@ -59,56 +45,33 @@ class DeadLetterDesk:
         task_timeout_s: float,
         clock: Clock = monotonic,
     ) -> None:
+        super().__init__(
+            tasks,
+            models,
+            tier_target_s=tier_target_s,
+            task_timeout_s=task_timeout_s,
+            prepare=tasks.prepare,
+            clock=clock,
+        )
         self._journal = journal
-        self._tasks = tasks
-        self._models = models
-        self._tier_target_s = tier_target_s
-        self._task_timeout_s = task_timeout_s
-        self._clock = clock
 
     def total(self) -> int:
         """How many dead letters are kept."""
         return self._journal.counts.dead_letters
 
-    async def page(self, after: int, limit: int) -> list[DeadLetterSummary]:
-        """Dead letters with an id above `after`, the oldest first."""
-        return await self._page(after, limit, None)
-
-    async def show(self, letter_id: int) -> StoredDeadLetter:
-        """One dead letter, whole; raises NotFound."""
-        letter: StoredDeadLetter | None = await answer_of(lambda done: self._journal.read_letter(letter_id, done))
-        if letter is None:
-            raise no_such_letter()
-        return letter
-
-    async def replay(self, letter_id: int) -> Replayed:
-        """Make one a task again; raises NotFound, UnknownModel, or why no task is accepted now."""
-        letter = await self.show(letter_id)
-        if letter.summary.model not in self._models:
-            raise not_served()
-        request = replay_request(letter, self._tasks, self._clock(), self._tier_target_s, self._task_timeout_s)
-        self._tasks.prepare(request)
-        await answer_of(lambda done: self._tasks.submit(request, done, letter_id))
-        return Replayed(letter_id, request.id)
-
-    async def replay_all(self, cause: str | None) -> ReplayReport:
-        """Make all letters there are now, or those of one cause, tasks again, until no more tasks are accepted."""
-        run = ReplayRun(self.replay)
-        await run.go(self._journal.last_letter, partial(self._page, cause=cause))
-        return run.report()
-
-    async def drop(self, letter_id: int) -> None:
-        """Remove one; raises NotFound."""
-        if await answer_of(lambda done: self._journal.drop_letters(letter_id, done)) == 0:
-            raise no_such_letter()
+    async def page(self, after: int, limit: int, cause: str | None = None) -> list[DeadLetterSummary]:
+        """Dead letters with an id above `after`, the oldest first; of one cause, or any."""
+        return await self._journal.look(lambda store, now: store.letters(after, limit, cause, now))
 
     async def drop_all(self) -> int:
         """Remove all; returns how many."""
-        dropped: int = await answer_of(lambda done: self._journal.drop_letters(None, done))
-        return dropped
+        return await self._journal.change(lambda store, _: store.drop_all_letters())
 
-    async def _page(self, after: int, limit: int, cause: str | None) -> list[DeadLetterSummary]:
-        page: list[DeadLetterSummary] = await answer_of(
-            lambda done: self._journal.list_letters(after, limit, cause, done)
-        )
-        return page
+    async def _read(self, letter_id: int) -> StoredDeadLetter | None:
+        return await self._journal.look(lambda store, now: store.letter(letter_id, now))
+
+    async def _drop(self, letter_id: int) -> int:
+        return len(await self._journal.change(lambda store, now: store.drop_letters([letter_id], now)))
+
+    async def _now_kept(self, cause: str | None) -> Sequence[tuple[int, Page]]:
+        return [(self._journal.last_letter, partial(self.page, cause=cause))]

@@ -16,39 +16,37 @@ import logging
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 from carpool.broker.journal_records import (
     Append,
     Bury,
+    Change,
     Counts,
     DeadLetter,
     Delete,
-    DropLetters,
     Finish,
     JournalReply,
-    ListLetters,
-    OnWebhooks,
+    Look,
     Operation,
     Read,
-    ReadLetter,
     TaskRecord,
     TaskResult,
-    WereRead,
     result_size_of,
     size_of,
     store_full,
     webhooks_full,
 )
 from carpool.broker.journal_store import Store
-from carpool.broker.journal_webhooks import WebhookRows
 from carpool.broker.journal_writer import Writer
+from carpool.broker.replays import answer_of
 from carpool.core.clock import Clock, monotonic
-from carpool.core.dead_letter import DeadLetterSummary, StoredDeadLetter, dead_letter_causes
+from carpool.core.dead_letter import dead_letter_causes
 from carpool.core.errors import CarpoolError, JournalFailed, QueueFull
 from carpool.core.task import StoredTask
+from carpool.core.webhook import DueWebhook, WebhookState
 
 logger = logging.getLogger("carpool")
 
@@ -65,6 +63,8 @@ DEAD_LETTER_SHARE = 0.25
 NEARLY_FULL = 0.85
 # The writer hears of so many results that were read at once.
 READ_AT_ONCE = 1024
+
+Found = TypeVar("Found")
 
 
 class Journal:
@@ -161,7 +161,7 @@ class Journal:
 
     def _tell_read(self) -> None:
         told, self._read = self._read, []
-        self._offer(WereRead("", lambda _: None, 0, told))
+        self._offer(Change("", lambda _: None, 0, lambda store, _: store.were_read(told)))
 
     def delete(self, task_id: str, done: Callable[[bool | CarpoolError], None]) -> None:
         """Remove a task in any state; `done` says whether there was one. Its dead letter stays."""
@@ -184,27 +184,15 @@ class Journal:
 
         self._put(Bury(record.id, done, 0, record, dead_letter, time.time()))
 
-    def list_letters(
-        self,
-        after: int,
-        limit: int,
-        cause: str | None,
-        done: Callable[[list[DeadLetterSummary] | CarpoolError], None],
-    ) -> None:
-        """Look up at most `limit` dead letters with an id above `after`, the oldest first; `cause` None for any."""
-        self._offer(ListLetters("", done, 0, after, limit, cause))
+    async def look(self, work: Callable[[Store, float], Found]) -> Found:
+        """Look something up in the file, at a reading of the uptime clock; raises JournalFailed or QueueFull."""
+        found: Found = await answer_of(lambda done: self._offer(Look("", done, 0, work)))
+        return found
 
-    def read_letter(self, letter_id: int, done: Callable[[StoredDeadLetter | CarpoolError | None], None]) -> None:
-        """Look one dead letter up, whole."""
-        self._offer(ReadLetter("", done, 0, letter_id))
-
-    def drop_letters(self, letter_id: int | None, done: Callable[[int | CarpoolError], None]) -> None:
-        """Remove one dead letter, or all of them; `done` says how many there were."""
-        self._offer(DropLetters("", done, 0, letter_id))
-
-    def on_webhooks(self, work: Callable[[WebhookRows, float], Any], done: Callable[[Any], None]) -> None:
-        """Do something with outcomes that wait to be sent; `done` gets what `work` returns, or why it failed."""
-        self._offer(OnWebhooks("", done, 0, work))
+    async def change(self, work: Callable[[Store, float], Found]) -> Found:
+        """Change something in the file, in a transaction; raises the same."""
+        found: Found = await answer_of(lambda done: self._offer(Change("", done, 0, work)))
+        return found
 
     def pending(self) -> Iterator[TaskRecord]:
         """The tasks without a result, in order of submission: for the start, before the first `append`."""
@@ -264,3 +252,39 @@ class Journal:
 
 def _closed() -> JournalFailed:
     return JournalFailed("The journal is closed: this gateway is shutting down.")
+
+
+class JournalOutbox:
+    """The webhooks that wait in a journal (core.webhook.Outbox); their only deliverer is in the same process."""
+
+    def __init__(self, journal: Journal) -> None:
+        self._journal = journal
+
+    def waiting(self) -> tuple[int, int]:
+        """How many wait, and what they count in bytes."""
+        return self._journal.counts.webhooks, self._journal.counts.webhook_bytes
+
+    async def claim(self, limit: int, lease_s: float, host_max: int, busy: Mapping[str, int]) -> list[DueWebhook]:
+        """Some that are due, the oldest of each host first: no other claim gets them before the lease is over."""
+        busy = dict(busy)  # another thread reads it
+        return await self._journal.change(lambda store, now: store.webhooks.claim(limit, lease_s, host_max, busy, now))
+
+    async def read(self, webhook: DueWebhook) -> StoredTask | None:
+        """The outcome; None if it is gone."""
+        return await self._journal.look(lambda store, _: store.webhooks.read(webhook.id))
+
+    async def remove(self, webhook: DueWebhook) -> None:
+        """It was delivered, or given up."""
+        await self._journal.change(lambda store, _: store.webhooks.remove(webhook.id))
+
+    async def put_back(self, webhook: DueWebhook, in_s: float, failure: str | None) -> None:
+        """Let it be due again; without a failure it was not sent, and that is no attempt."""
+        await self._journal.change(lambda store, now: store.webhooks.put_back(webhook.id, now + in_s, failure))
+
+    async def page(self, limit: int) -> list[WebhookState]:
+        """Some of the webhooks that wait, the next first."""
+        return await self._journal.look(lambda store, now: store.webhooks.page(limit, now))
+
+    async def retry(self, task_id: str | None) -> int:
+        """Let one webhook, or all, be due now, but for those being sent; how many there were."""
+        return await self._journal.change(lambda store, _: store.webhooks.retry(task_id))

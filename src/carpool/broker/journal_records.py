@@ -99,12 +99,6 @@ class Read(Operation, eq=False):
     """A task to be looked up."""
 
 
-class WereRead(Operation, eq=False):
-    """Tasks whose results clients have read."""
-
-    task_ids: list[str]
-
-
 class Delete(Operation, eq=False):
     """A task to be removed."""
 
@@ -118,31 +112,15 @@ class Bury(Operation, eq=False):
     buried_wall: float
 
 
-class ListLetters(Operation, eq=False):
-    """Some dead letters to be shown, without their payloads."""
+class Look(Operation, eq=False):
+    """Something to be looked up, after the commit; with the Store, and the uptime clock's reading."""
 
-    after: int
-    limit: int
-    # Of this cause only; None for any.
-    cause: str | None
+    work: Callable[[Any, float], Any]
 
 
-class ReadLetter(Operation, eq=False):
-    """One dead letter to be looked up, whole."""
+class Change(Operation, eq=False):
+    """Something to be done in the transaction; with the same."""
 
-    letter_id: int
-
-
-class DropLetters(Operation, eq=False):
-    """A dead letter to be removed; None for all of them."""
-
-    letter_id: int | None
-
-
-class OnWebhooks(Operation, eq=False):
-    """Something to be done with the webhooks of the file, in a transaction."""
-
-    # Is given the file's WebhookRows, and the uptime clock's reading.
     work: Callable[[Any, float], Any]
 
 

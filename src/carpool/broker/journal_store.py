@@ -74,12 +74,6 @@ SCHEMA = (
     f"PRAGMA user_version = {SCHEMA_VERSION}",
 )
 
-# From the schema of an older version to the next one.
-UPGRADES = {
-    1: ("ALTER TABLE tasks ADD COLUMN client_id TEXT NOT NULL DEFAULT ''",),
-    2: ("ALTER TABLE tasks ADD COLUMN callback_url TEXT NOT NULL DEFAULT ''", *WEBHOOK_SCHEMA),
-}
-
 # A TaskRecord, and its size.
 APPEND = """INSERT INTO tasks
     (id, owner, model, parameters, input, tier, submitted, deadline, client_id, callback_url, bytes, status)
@@ -170,7 +164,7 @@ class Store:
         is_new = application == version == objects == 0
         if not is_new and application != APPLICATION_ID:
             raise JournalUnusable(f"{self.path}: not a journal of Carpool; use another --data-dir")
-        if not is_new and version != SCHEMA_VERSION and version not in UPGRADES:
+        if not is_new and version != SCHEMA_VERSION:
             raise JournalUnusable(
                 f"{self.path}: written by another version of Carpool (its schema is {version}, "
                 f"this version reads {SCHEMA_VERSION}); use that version or another --data-dir"
@@ -197,12 +191,6 @@ class Store:
             with self.transaction(None):
                 for statement in SCHEMA:
                     execute(statement)
-        elif version in UPGRADES:
-            with self.transaction(None):
-                for older in range(version, SCHEMA_VERSION):
-                    for statement in UPGRADES[older]:
-                        execute(statement)
-                execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
         (uptime,) = execute("SELECT value FROM meta WHERE key = 'uptime'").fetchone()
         self.uptime_at_open: float = uptime
         count = "SELECT count(expires), count(*), coalesce(sum(bytes), 0) FROM "
@@ -323,9 +311,8 @@ class Store:
 
     def drop_all_letters(self) -> int:
         """Remove every dead letter; says how many there were."""
-        count = self._draft.dead_letters
         self._connection.execute("DELETE FROM dead_letters")
-        self._draft.dead_letters = self._draft.dead_letter_bytes = 0
+        count, self._draft.dead_letters, self._draft.dead_letter_bytes = self._draft.dead_letters, 0, 0
         return count
 
     def _is_room_for_letter(self, size: int) -> bool:

@@ -4,7 +4,7 @@ The loop puts operations into the queue; the thread takes what is there, makes o
 hands all answers of that group back in one call. Rules:
 
 1. No caller hears of a success before its commit. Operations of one group are all unanswered, so they count as
-   simultaneous: they run by kind (what was read, append, finish, bury, delete, drop, webhooks), reads after the commit.
+   simultaneous: they run by kind (append, finish, bury, delete, other changes), reads after the commit.
 2. A commit that fails fails its whole group, except results: an outcome must not be lost, so they are kept
    and tried again, apart from the groups, so that what frees space can get through meanwhile.
 3. An operation that can never be written (a defect) is found by halving the group, and fails alone.
@@ -23,16 +23,13 @@ from collections.abc import Callable, Sequence
 from carpool.broker.journal_records import (
     Append,
     Bury,
+    Change,
     Delete,
-    DropLetters,
     Finish,
     JournalReply,
-    ListLetters,
-    OnWebhooks,
+    Look,
     Operation,
     Read,
-    ReadLetter,
-    WereRead,
 )
 from carpool.broker.journal_store import Store
 from carpool.broker.replays import no_such_letter
@@ -63,7 +60,7 @@ FAILURE_LOG_S = 10.0
 EVICTION_LOG_S = 60.0
 
 # They change nothing, so they need no transaction.
-READS = (Read, ListLetters, ReadLetter)
+READS = (Read, Look)
 COMMIT_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 
 
@@ -190,7 +187,6 @@ class Writer:
 
     def _execute(self, group: list[Operation]) -> None:
         reads = [op for op in group if isinstance(op, Read)]
-        letter_reads = [op for op in group if isinstance(op, ListLetters | ReadLetter)]
         writes = [op for op in group if not isinstance(op, READS)]
         if self._unwritten:
             # The disk fails: results join those that wait, and leave the rest of the group a chance.
@@ -199,7 +195,7 @@ class Writer:
         replies = self._write(writes) if writes else []
         if reads:
             replies += self._look_up(reads)
-        replies += map(self._look_up_letter, letter_reads)
+        replies += [self._look(op) for op in group if isinstance(op, Look)]
         self._post(replies)
 
     def _write(self, operations: list[Operation]) -> list[JournalReply]:
@@ -220,17 +216,12 @@ class Writer:
     def _commit(self, operations: list[Operation]) -> list[JournalReply]:
         started = time.perf_counter()
         now = self._now()
-        reads = [op for op in operations if isinstance(op, WereRead)]
         appends = [op for op in operations if isinstance(op, Append)]
         finishes = [op for op in operations if isinstance(op, Finish)]
         burials = [op for op in operations if isinstance(op, Bury)]
         deletes = [op for op in operations if isinstance(op, Delete)]
-        drops = [op for op in operations if isinstance(op, DropLetters)]
         replies: list[JournalReply] = []
         with self._store.transaction(now):
-            for read in reads:
-                self._store.were_read(read.task_ids)
-                replies.append((read, None))
             if appends:
                 replies += self._append(appends, now)
             if finishes:
@@ -241,8 +232,6 @@ class Writer:
                     now,
                 )
                 replies.extend(zip(finishes, stored, strict=True))
-            if appends or reads or finishes:  # a result may be longer than its input was
-                self._store.make_room(PURGE_MAX)
             if burials:
                 kept = self._store.bury(burials, now + self._dead_letter_ttl_s)
                 replies.extend(zip(burials, kept, strict=True))
@@ -251,12 +240,8 @@ class Writer:
                 for delete in deletes:
                     replies.append((delete, delete.task_id in removed))
                     removed.discard(delete.task_id)
-            for drop in drops:
-                if drop.letter_id is None:
-                    replies.append((drop, self._store.drop_all_letters()))
-                else:
-                    replies.append((drop, len(self._store.drop_letters([drop.letter_id], now))))
-            replies += [(op, op.work(self._store.webhooks, now)) for op in operations if isinstance(op, OnWebhooks)]
+            replies += [(op, op.work(self._store, now)) for op in operations if isinstance(op, Change)]
+            self._store.make_room(PURGE_MAX)
         self._note_commit(started)
         self._note_evictions()
         return replies
@@ -289,14 +274,12 @@ class Writer:
             return [(op, disk_failed()) for op in reads]
         return [(op, found.get(op.task_id)) for op in reads]
 
-    def _look_up_letter(self, read: ListLetters | ReadLetter) -> JournalReply:
+    def _look(self, look: Look) -> JournalReply:
         try:
-            if isinstance(read, ListLetters):
-                return read, self._store.letters(read.after, read.limit, read.cause, self._now())
-            return read, self._store.letter(read.letter_id, self._now())
+            return look, look.work(self._store, self._now())
         except Exception as error:
             logger.error("the journal cannot be read: %s", type(error).__name__)
-            return read, disk_failed()
+            return look, disk_failed()
 
     def _retry(self) -> None:
         """Write results that the disk did not take: fewer at once while it fails, more when it works."""

@@ -4,10 +4,13 @@ import asyncio
 from collections.abc import Callable, Iterator
 
 import msgspec
+from msgspec import UNSET
 
 from carpool.core.errors import CarpoolError, UnknownTask
 from carpool.core.ports import Caller
-from carpool.core.task import StoredTask
+from carpool.core.problem import code_of
+from carpool.core.task import QueuePlace, StoredTask
+from carpool.core.timeline import Queue, RequestState
 
 # Returns False if the client was gone.
 WhenPolled = Callable[[StoredTask | CarpoolError], bool | None]
@@ -88,11 +91,9 @@ class Polls:
 
     def take(self, task_id: str) -> list[Poll]:
         """Remove and return the polls that wait for a task; their timers are cancelled."""
-        polls = self._waiting.pop(task_id, [])
+        polls = list(self._waiting.get(task_id, ()))
         for poll in polls:
-            if poll.timer is not None:
-                poll.timer.cancel()
-                poll.timer = None
+            self.remove(poll)
         return polls
 
     def take_all(self) -> list[Poll]:
@@ -111,3 +112,17 @@ def _tell_nobody(found: StoredTask | CarpoolError) -> bool:
 def no_such_task() -> UnknownTask:
     """The error for a task that never was, has expired, was deleted, or is another owner's: always the same."""
     return UnknownTask("there is no such task, or its result has expired; results are kept for a limited time")
+
+
+def finished_state(task: StoredTask, latency_ms: float) -> RequestState:
+    """What an operator sees of a task that has its outcome."""
+    client_id = task.client_id or None
+    if task.error is None:
+        return RequestState("completed", latency_ms, None, client_id)
+    return RequestState("failed", latency_ms, code_of(task.error), client_id)
+
+
+def queue_of(place: QueuePlace) -> Queue:
+    """What an operator sees of a task's place."""
+    wait_ms = UNSET if place.estimated_wait_ms is None else place.estimated_wait_ms
+    return Queue(place=place.place, estimated_wait_ms=wait_ms)

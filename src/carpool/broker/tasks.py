@@ -15,14 +15,14 @@ import msgspec
 from carpool.broker.journal import Journal
 from carpool.broker.journal_records import DeadLetter, TaskResult, record_of
 from carpool.broker.memory import MemoryBroker
-from carpool.broker.polls import Poll, Polls, WhenPolled, no_such_task
+from carpool.broker.polls import Poll, Polls, WhenPolled, finished_state, no_such_task
 from carpool.core.clock import Clock, monotonic
 from carpool.core.dead_letter import is_dead_letter
 from carpool.core.defaults import do_nothing
 from carpool.core.errors import CarpoolError, ClientLeft, Draining, QueueFull, UnknownModel, UnknownTask
 from carpool.core.outcome import Outcome, Output
 from carpool.core.ports import Caller, SameKey
-from carpool.core.problem import code_of, problem_json
+from carpool.core.problem import problem_json
 from carpool.core.request import ADMITTED, RUNNING, Request
 from carpool.core.task import TAKEN, StoredTask, place_behind
 from carpool.core.timeline import RequestState, state_of
@@ -198,10 +198,8 @@ class Tasks:
         def found(stored: StoredTask | CarpoolError | None) -> None:
             if not isinstance(stored, StoredTask):
                 answer(stored)
-            elif stored.error is None:
-                answer(RequestState("completed", latency_ms(stored), None, stored.client_id or None))
-            else:
-                answer(RequestState("failed", latency_ms(stored), code_of(stored.error), stored.client_id or None))
+            else:  # as the wall clock has it: that may have been set back
+                answer(finished_state(stored, max(0.0, stored.timestamp_wall - stored.submitted_wall) * 1000))
 
         task = self._live.get(task_id)
         if task is not None:
@@ -227,10 +225,7 @@ class Tasks:
             else:
                 self._delete(task_id, done)
 
-        if caller.is_anonymous:
-            self._delete(task_id, done)
-        else:
-            self._journal.read(task_id, found)  # a task never changes hands
+        self._journal.read(task_id, found)
 
     def _delete(self, task_id: str, done: Callable[[CarpoolError | None], None]) -> None:
 
@@ -285,8 +280,3 @@ class Tasks:
         if (ahead := self._broker.before_task(request)) is not None:
             queue = place_behind(ahead, self._capacity_rps(request.model))
         return StoredTask(request.id, request.owner, "PENDING", None, None, task.submitted_wall, queue=queue)
-
-
-def latency_ms(task: StoredTask) -> float:
-    """From the submission of a finished task to its result, as the wall clock has it: that may have been set back."""
-    return round(max(0.0, task.timestamp_wall - task.submitted_wall) * 1000, 2)

@@ -165,7 +165,6 @@ class RedisAdmission(Admission):
         )
         redis_context.counted = self.queue.pending
         redis_context.when_nodes_change.append(self.queue.nodes_changed)
-        redis_context.when_fleet_changes.append(self._look_at_fleet)
         redis_context.when_heard.append(self._heard)
         self._shedder_ticks = Ticks(shedders, runtime.clock)
         # Requests a second of each model, as the last heartbeat reported them to the other gateways.
@@ -200,7 +199,7 @@ class RedisAdmission(Admission):
         if (request := self._find_own(request_id)) is not None:
             self._tell_own(request, answer)
         else:
-            self.redis_context.tell_of_task(request_id, told_of_task)
+            self.redis_context.tasks.state(request_id, told_of_task)
 
     def heartbeat(self) -> Heartbeat:
         """What this gateway tells the other processes of itself."""
@@ -208,7 +207,7 @@ class RedisAdmission(Admission):
         return Heartbeat(
             status=self.redis_context.beat_status(),
             mode=self.queue.mode,
-            rate=self.rate,
+            rate=round(self.rate, 2),
             in_flight=self.queue.pending.held,
             wanted=wanted(self.shedders),
         )
@@ -263,6 +262,7 @@ class RedisAdmission(Admission):
     def _heard(self, view: FleetView) -> None:
         for name, availability in self.availability.items():
             availability.heard(view, name)
+        self._look_at_fleet()
 
     def _update_shedders(self) -> None:
         """Tell the shedders what can be served: by the fleet, or while Redis is gone by this process."""

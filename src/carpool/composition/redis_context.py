@@ -7,27 +7,19 @@ import secrets
 import socket
 from collections.abc import Callable
 
-from msgspec import UNSET
-from msgspec.structs import replace
-
 from carpool.broker.fill import LOOK_S, FillWatch
 from carpool.broker.memory import MemoryBroker
 from carpool.broker.pending import PendingRequests
 from carpool.broker.redis.client.nodes import Nodes
-from carpool.broker.redis.dead_letters.bounds import LetterBounds
-from carpool.broker.redis.dead_letters.box import RedisDeadLetterBox
-from carpool.broker.redis.fleet.depth import DepthWatch
-from carpool.broker.redis.fleet.memory import MemoryWatch
-from carpool.broker.redis.fleet.persistence import PersistenceWatch
+from carpool.broker.redis.dead_letters import LetterBounds, RedisDeadLetterBox
+from carpool.broker.redis.fleet.memory import DepthWatch, MemoryWatch
 from carpool.broker.redis.fleet.registry import Registry
-from carpool.broker.redis.fleet.servers import Inspection
+from carpool.broker.redis.fleet.servers import INTERVAL_S, Inspection, PersistenceWatch
 from carpool.broker.redis.fleet.view import DRAINING, FleetView, Heartbeat, fleet_health, fleet_state
 from carpool.broker.redis.gateway.dead_letters import RedisDeadLetterDesk
 from carpool.broker.redis.gateway.results import RedisResults
-from carpool.broker.redis.gateway.states import RequestStates
-from carpool.broker.redis.gateway.task_intake import TaskIntake
-from carpool.broker.redis.gateway.task_removals import TaskRemovals
-from carpool.broker.redis.gateway.tasks import RedisTasks
+from carpool.broker.redis.gateway.task_intake import TaskIntake, TaskRemovals
+from carpool.broker.redis.gateway.tasks import RedisTasks, RequestStates
 from carpool.broker.redis.gateway.webhooks import RedisOutbox
 from carpool.broker.redis.keys import SHARDS_MAX, Keys, line_name
 from carpool.broker.redis.redis_ops import EndedTask, RedisOps
@@ -41,7 +33,6 @@ from carpool.core.names import Role
 from carpool.core.request import ended_elsewhere
 from carpool.core.snapshot import FleetState, Health, Mode, OutcomeNumbers, RedisNumbers, problem_of
 from carpool.core.task import QueuePlace, place_behind
-from carpool.core.timeline import Queue, RequestState
 from carpool.core.webhook import WEBHOOK_BYTES_MAX
 from carpool.service import ModelFace
 from carpool.settings import ConfigError, Settings, broker_address, models_of
@@ -70,9 +61,8 @@ class RedisContext:
         self.role = role
         # Unique: what belongs to a process that is gone must not reach another one.
         self.name = f"{socket.gethostname()[:64]}-{os.getpid()}-{secrets.token_hex(4)}".encode()
-        # Called when a node came or went; when a process of the fleet did.
+        # Called when a node came or went.
         self.when_nodes_change: list[Callable[[], None]] = []
-        self.when_fleet_changes: list[Callable[[], None]] = []
         # Called with each view of the fleet, twice a second.
         self.when_heard: list[Callable[[FleetView], None]] = []
         # Where the outcomes of this process are counted; its gateway or batcher half sets it before the start.
@@ -117,7 +107,6 @@ class RedisContext:
             name=self.name,
             role=role,
             describe=describe,
-            changed=lambda: call_all(self.when_fleet_changes),
             heard=self._heard,
             clock=runtime.clock,
         )
@@ -128,8 +117,7 @@ class RedisContext:
             return
         if faults := await self.disks.faults():
             raise ConfigError(faults)
-        self.disks.start()
-        self.runtime.opened.callback(self.disks.close)
+        self.runtime.do_every(INTERVAL_S, lambda: self.runtime.in_background(self.disks.look()))
 
     def start(self) -> None:
         """Connect, watch, and be seen by the others from now on."""
@@ -146,14 +134,9 @@ class RedisContext:
             self.runtime.do_every(LOOK_S, lambda: fill.look(self.depth.unread_task_bytes(), self.runtime.clock()))
 
     async def wait_for_redis(self, is_connected: Callable[[], bool]) -> None:
-        """Give Redis a moment, so that the first clients find it; then go on without it.
-
-        Raises ConfigError if the fleet does not let this process in.
-        """
-        give_up_at, registry = self.runtime.clock() + START_TIMEOUT_S, self.registry
-        while not (is_connected() and registry.is_in) and self.runtime.clock() < give_up_at:
-            if registry.refusal:
-                raise ConfigError(registry.refusal)
+        """Give Redis a moment, so that the first clients find it; then go on without it."""
+        give_up_at = self.runtime.clock() + START_TIMEOUT_S
+        while not (is_connected() and self.registry.is_fresh()) and self.runtime.clock() < give_up_at:  # noqa: ASYNC110 - at the start
             await asyncio.sleep(0.01)
         if not is_connected():
             logger.warning("Redis cannot be reached; it is tried again and again: %s", self.nodes.trouble)
@@ -169,17 +152,6 @@ class RedisContext:
     def is_served_elsewhere(self, model: str) -> bool:
         """Whether another batcher has an endpoint of a model that works, by the last heartbeats."""
         return self.registry.view.is_served_elsewhere(model, self.name.decode())
-
-    def tell_of_task(self, task_id: str, answer: Callable[[RequestState | CarpoolError | None], None]) -> None:
-        """How far a task is, and while it waits where it stands; None if there is none."""
-
-        def told(state: RequestState | CarpoolError | None) -> None:
-            if isinstance(state, RequestState) and state.status == "queued":
-                self.tasks.place_of(task_id, lambda place: answer(with_place(state, place)))
-            else:
-                answer(state)
-
-        self.states.of_task(task_id, told)
 
     # What others see.
 
@@ -220,15 +192,15 @@ class RedisContext:
             dead_letters=self.dead_letters.buried,
             dead_letters_lost=self.dead_letters.failures,
             dead_letters_kept=self.desk.total(),
-            dead_letter_bytes=self.depth.letter_bytes(),
+            dead_letter_bytes=self.depth.total("letter_bytes"),
         )
         redis = RedisNumbers(
             broker_memory_share=self.memory.fraction,
             broker_memory_bytes=self.memory.used_bytes,
             broker_disks=bool(self.disks.found),
             queue_unread=self.depth.unread(),
-            broker_cache_bytes=self.depth.cache_bytes(),
-            task_bytes=self.depth.task_bytes(),
+            broker_cache_bytes=self.depth.total("cache_bytes"),
+            task_bytes=self.depth.unread_task_bytes() + self.depth.total("read_bytes"),
             dead_letters_dropped=self.letter_bounds.dropped,
             live_gateways=len(view.live_gateways()),
             live_batchers=len(view.live_batchers()),
@@ -321,14 +293,6 @@ class RedisContext:
             await self.desk.refresh()
         except CarpoolError:
             pass  # Redis is away; the numbers stay as they were
-
-
-def with_place(state: RequestState, place: QueuePlace | None) -> RequestState:
-    """The state of a task that waits, with its place, if that is known."""
-    if place is None:
-        return state
-    wait_ms = UNSET if place.estimated_wait_ms is None else place.estimated_wait_ms
-    return replace(state, queue=Queue(place=place.place, estimated_wait_ms=wait_ms))
 
 
 def call_all(listeners: list[Callable[[], None]]) -> None:

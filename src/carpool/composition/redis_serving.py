@@ -10,7 +10,7 @@ from carpool.broker.min_share import LOWEST_TIER_SHARE
 from carpool.broker.redis.batcher.consumer import Consumer
 from carpool.broker.redis.batcher.leases import BatchersElsewhere
 from carpool.broker.redis.batcher.replies import ReplyWriter
-from carpool.broker.redis.fleet.view import Heartbeat, ModelHeartbeat, endpoint_heartbeat
+from carpool.broker.redis.fleet.view import Heartbeat, ModelHeartbeat
 from carpool.composition.redis_context import RedisContext, late_ms
 from carpool.composition.serving import Serving, make_broker
 from carpool.core.defaults import do_nothing
@@ -94,7 +94,6 @@ class RedisServing(Serving):
             tier_target_s=runtime.tier_target_s,
             lease_ms=redis_context.lease_ms,
             letter_bounds=redis_context.letter_bounds,
-            is_let_in=lambda: redis_context.registry.is_in,
             clock=runtime.clock,
         )
         for service in self.services:
@@ -166,14 +165,14 @@ def model_heartbeat(service: ModelService) -> ModelHeartbeat:
         slots=state.slots,
         healthy_slots=state.healthy_slots,
         in_flight=service.pool.busy(),
-        current_utilization=service.utilization,
-        rate=service.rate,
-        mean_batch_size=service.mean_batch_size(),
+        current_utilization=round(service.utilization, 4),
+        rate=round(service.rate, 2),
+        mean_batch_size=round(service.mean_batch_size(), 2),
         capacity_rps=state.capacity_rps if service.loop.is_capacity_known() else 0.0,
         batch_s=service.loop.service_s,
         probes=0 if state.healthy_slots else service.pool.free(),
         is_open_to_others=service.pool.is_shut_to_some,
         retry_after_s=service.pool.retry_after_s() if service.pool.is_down else 0,
-        endpoints=tuple(map(endpoint_heartbeat, state.endpoints)),
+        endpoints=tuple(state.endpoints),
         quarantined=tuple(service.quarantined_here()),
     )

@@ -3,9 +3,8 @@
 import logging
 from collections.abc import Callable
 
-from carpool.broker.webhooks.addresses import Callbacks, allowed_host
 from carpool.broker.webhooks.deliverer import Deliverer, DeliveryTerms
-from carpool.broker.webhooks.signing import secret_of
+from carpool.broker.webhooks.rules import Callbacks, allowed_host, secret_of
 from carpool.composition.runtime import Runtime
 from carpool.core.snapshot import WebhookNumbers
 from carpool.core.webhook import Outbox

@@ -188,8 +188,7 @@ def _check_webhooks(webhooks: WebhookSettings, where: Where) -> None:
     if not webhooks.hosts and not webhooks.secrets:
         return
     # Here, so that those without webhooks do not pay for it.
-    from carpool.broker.webhooks.addresses import allowed_host
-    from carpool.broker.webhooks.signing import secret_of
+    from carpool.broker.webhooks.rules import allowed_host, secret_of
 
     for host in webhooks.hosts:
         try:

@@ -9,7 +9,6 @@ import time
 from redis.exceptions import NoPermissionError
 
 from carpool.broker.redis.client.address import BrokerAddress
-from carpool.broker.redis.fleet.persistence import replicas_disks
 from carpool.broker.redis.fleet.servers import (
     FAILURES,
     Deployment,
@@ -19,6 +18,7 @@ from carpool.broker.redis.fleet.servers import (
     no_answer,
     node_facts,
     reason_of,
+    replicas_disks,
 )
 from carpool.broker.redis.fleet.view import FleetView, read_view
 from carpool.broker.redis.keys import Keys, Shard

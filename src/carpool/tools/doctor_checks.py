@@ -10,8 +10,7 @@ from typing import Any, Literal
 import msgspec
 
 from carpool.broker.redis.fleet.memory import SHARE_MAX
-from carpool.broker.redis.fleet.persistence import check_no_disk, is_replica
-from carpool.broker.redis.fleet.servers import NodeFacts
+from carpool.broker.redis.fleet.servers import NodeFacts, check_no_disk, is_replica
 from carpool.broker.redis.fleet.view import FleetView
 from carpool.broker.redis.keys import GROUP
 from carpool.broker.redis.types import LEASE_MS

@@ -8,7 +8,7 @@ reply that cannot be understood is a failure like others (`Unreadable`).
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -24,14 +24,12 @@ from carpool.broker.redis.client.link import (
     pack_with,
 )
 from carpool.broker.redis.client.nodes import Nodes, Script
-from carpool.broker.redis.formats import FAILED, PENDING, SUCCESS
+from carpool.broker.redis.formats import FAILED, SUCCESS
 from carpool.broker.redis.keys import GROUP, Keys, Shard, tier_of
 from carpool.broker.redis.types import Claim, Head, QueueStream, ShardSnapshot, StreamEntries, Taken
 from carpool.core.clock import monotonic
 from carpool.core.ports import RateAsk, RateTold
-from carpool.core.problem import code_of
 from carpool.core.task import StoredTask
-from carpool.core.timeline import RequestState
 from carpool.core.webhook import DueWebhook, WebhookState, shown_url
 
 Found = TypeVar("Found")
@@ -118,6 +116,8 @@ class LookedAt(NamedTuple):
     was_over: EndedTask | None
     # While it waits, if that was asked for: its model, and how many of its shard go before it; -1 if it was taken.
     queue_stats: tuple[str, int] | None = None
+    # From its submission to its result, or until now.
+    age_ms: int = 0
 
 
 class Removed(NamedTuple):
@@ -455,11 +455,6 @@ class RedisOps:
         """Remove receipts that were counted."""
         self.nodes.send(shard.slot, reading(int, done), b"HDEL", shard.ends(name), *numbers)
 
-    def state_of_task(self, task_id: str, lease_ms: int, done: Done[RequestState | None]) -> None:
-        """How far a task is; None if there is none."""
-        arguments = (task_id, lease_ms, self._now_ms())
-        self._run(scripts.STATE, self.keys.shard_of_task(task_id), arguments, reading(read_task_state, done))
-
     def is_leased(self, shard: Shard, field: bytes, entry_id: bytes, lease_ms: int, done: Done[bool]) -> None:
         """Whether a batcher has an entry."""
 
@@ -486,14 +481,6 @@ class RedisOps:
         fields = pack_digests(keys)
         packed = [pack_with(fields, len(keys), b"HMGET", name) for name in (shard.kept, shard.kept_before)]
         self.nodes.send_all(shard.slot, came, packed, sum(map(len, packed)))
-
-    def clock(self, shard: Shard, done: Done[int]) -> None:
-        """The time of the server of this shard, in ms."""
-
-        def milliseconds(reply: Any) -> int:
-            return int(reply[0]) * 1000 + int(reply[1]) // 1000
-
-        self.nodes.send(shard.slot, reading(milliseconds, done), b"TIME")
 
     def keep_results(
         self,
@@ -681,7 +668,7 @@ def read_queued(reply: Any) -> Queued:
 
 def read_looked_at(task_id: str, reply: Any) -> LookedAt:
     """From look.lua."""
-    status, owner, milliseconds, result, was_over, model, ahead, field = reply
+    status, owner, milliseconds, result, was_over, model, ahead, field, age_ms, client = reply
     if status is None or owner is None or milliseconds is None:
         return LookedAt(None, None)
     task = StoredTask(
@@ -691,10 +678,11 @@ def read_looked_at(task_id: str, reply: Any) -> LookedAt:
         result if status == SUCCESS else None,
         result if status == FAILED else None,
         int(milliseconds) / 1000,
+        client_id=client.decode(),
     )
     if was_over:
-        return LookedAt(task, ended_task(task_id, owner, model, ahead, field or b""))
-    return LookedAt(task, None, None if model is None else (model.decode(), int(ahead)))
+        return LookedAt(task, ended_task(task_id, owner, model, ahead, field or b""), None, age_ms)
+    return LookedAt(task, None, None if model is None else (model.decode(), int(ahead)), age_ms)
 
 
 def ended_task(task_id: bytes | str, owner: bytes, model: bytes, age_ms: int, field: bytes) -> EndedTask:
@@ -714,18 +702,6 @@ def ended_tasks(facts: Sequence[Any]) -> list[EndedTask]:
     return [ended_task(*facts[first : first + 5]) for first in range(0, len(facts), 5)]
 
 
-def read_task_state(reply: Any) -> RequestState | None:
-    """From state.lua."""
-    if reply is None:
-        return None
-    status, latency_ms, problem, client = reply
-    client_id = client.decode() or None
-    if status == FAILED:
-        return RequestState("failed", latency_ms, code_of(problem), client_id)
-    state: Literal["queued", "processing", "completed"] = (
-        "completed" if status == SUCCESS else "queued" if status == PENDING else "processing"
-    )
-    return RequestState(state, latency_ms, None, client_id)
 
 
 def ids_arguments(ids: Mapping[bytes, Sequence[bytes]]) -> list[Argument]:

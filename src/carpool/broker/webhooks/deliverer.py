@@ -19,9 +19,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from carpool.broker.webhooks.addresses import Callbacks
-from carpool.broker.webhooks.schedule import Answered, Verdict, verdict
-from carpool.broker.webhooks.signing import signed_headers
+from carpool.broker.webhooks.rules import Answered, Callbacks, Verdict, signed_headers, verdict
 from carpool.core.errors import CallbackDenied, CarpoolError
 from carpool.core.task import StoredTask
 from carpool.core.timers import Every

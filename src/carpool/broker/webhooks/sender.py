@@ -12,7 +12,7 @@ import aiohttp
 from aiohttp.abc import AbstractResolver, ResolveResult
 from yarl import URL
 
-from carpool.broker.webhooks.schedule import Answered, retry_after_of
+from carpool.broker.webhooks.rules import Answered, retry_after_of
 from carpool.core.errors import without_frames
 
 # Read so that the connection can be used again; of a longer answer it is closed.

@@ -52,7 +52,7 @@ from carpool.broker.redis.batcher.suspects import (
 from carpool.broker.redis.batcher.sweeper import Sweeper
 from carpool.broker.redis.client.link import Link, RedisFailure
 from carpool.broker.redis.client.node import Reader
-from carpool.broker.redis.dead_letters.bounds import LetterBounds
+from carpool.broker.redis.dead_letters import LetterBounds
 from carpool.broker.redis.keys import Shard, lane_name, tier_of
 from carpool.broker.redis.redis_ops import Done, RedisOps
 from carpool.broker.redis.types import (
@@ -68,7 +68,6 @@ from carpool.broker.redis.types import (
     Taken,
 )
 from carpool.core.clock import Clock, monotonic
-from carpool.core.defaults import yes
 from carpool.core.errors import GivenBack, UpstreamDown
 from carpool.core.kept import Kept
 from carpool.core.request import AGAIN, QUEUED, Request
@@ -126,8 +125,6 @@ class Consumer:
         tier_target_s: Sequence[float],
         lease_ms: int = LEASE_MS,
         letter_bounds: LetterBounds,
-        # Whether the fleet has let this process in. Before that nothing is known of the others.
-        is_let_in: Callable[[], bool] = yes,
         clock: Clock = monotonic,
     ) -> None:
         self._steps = steps
@@ -148,7 +145,6 @@ class Consumer:
         self._renew_every_s = lease_ms / 1000 / RENEWALS_A_LEASE
         self._look_every_s = lease_ms / 1000 / LOOKS_A_LEASE
         self._sweeper = Sweeper(steps, letter_bounds, replies.result_ttl_ms, replies.ended)
-        self._is_let_in = is_let_in
         self._clock = clock
         self._loop = asyncio.get_running_loop()
         self._views = [ShardView(shard) for shard in steps.keys.shards]
@@ -332,7 +328,7 @@ class Consumer:
             self._hand_over()
 
     def _ask_next(self) -> None:
-        if self.unanswered or self.draining or not self._is_let_in():
+        if self.unanswered or self.draining:
             return
         budgets = self._budgets()
         if not budgets:

@@ -22,9 +22,8 @@ from typing import Any
 
 from carpool.broker.redis.batcher.leases import EntryLease, History, by_stream, carried_by_stream, parts_of
 from carpool.broker.redis.client.link import RedisFailure, Refused
-from carpool.broker.redis.dead_letters.bounds import LetterBounds
-from carpool.broker.redis.dead_letters.letters import letter_of
-from carpool.broker.redis.formats import FAILED, SUCCESS, Reply, encode_reply
+from carpool.broker.redis.dead_letters import LetterBounds
+from carpool.broker.redis.formats import FAILED, SUCCESS, Reply, encode_reply, letter_of
 from carpool.broker.redis.keys import Shard
 from carpool.broker.redis.notices import Notices
 from carpool.broker.redis.redis_ops import EndedTask, Finished, RedisOps, TaskResult

@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Callable
 
 from carpool.broker.redis.client.link import RedisFailure
-from carpool.broker.redis.dead_letters.bounds import LetterBounds
+from carpool.broker.redis.dead_letters import LetterBounds
 from carpool.broker.redis.ended_tasks import EndedTasks
 from carpool.broker.redis.formats import LATE
 from carpool.broker.redis.keys import Shard

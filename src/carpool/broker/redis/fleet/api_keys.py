@@ -33,7 +33,6 @@ class ApiKeyWatch:
         self._changed = changed
         # None: never read. b"": there was none.
         self._version: bytes | None = None
-        self._is_asking = False
         self._every = Every(INTERVAL_S, self._look)
 
     def start(self) -> None:
@@ -50,19 +49,15 @@ class ApiKeyWatch:
         self._every.stop()
 
     def _look(self) -> None:
-        if not self._is_asking:
-            self._is_asking = True
-            # In a hash, so that the user of Redis needs no right more.
-            self._nodes.send(self._keys.fleet_slot, self._told_version, b"HGET", self._keys.api_keys_version, b"now")
+        # In a hash, so that the user of Redis needs no right more.
+        self._nodes.send(self._keys.fleet_slot, self._told_version, b"HGET", self._keys.api_keys_version, b"now")
 
     def _told_version(self, reply: Any) -> None:
         version = reply or b""
         if isinstance(reply, RedisFailure) or version == self._version:
-            self._is_asking = False
             return
 
         def told_keys(reply: Any) -> None:
-            self._is_asking = False
             if isinstance(reply, RedisFailure):
                 return
             found = decode_keys(bodies_of(reply))

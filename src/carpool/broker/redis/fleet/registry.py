@@ -2,23 +2,22 @@
 
 One script call writes this process's heartbeat, forgets those long silent and returns the others. Redis's clock stamps
 them, so a process that hangs, or whose machine is cut off, is offline for all others once its stamp is old.
-
-A process that cuts the queue into another number of shards than the others (another version of Carpool) is not let in.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
 
-from carpool.broker.redis.client.link import RedisFailure, Refused
+from carpool.broker.redis.client.link import RedisFailure, ignore
 from carpool.broker.redis.client.nodes import Nodes
 from carpool.broker.redis.fleet.view import BEAT_BYTES_MAX, FleetView, Heartbeat, encode_heartbeat, read_view
 from carpool.broker.redis.keys import Keys
 from carpool.broker.redis.scripts import HEARTBEAT
 from carpool.core.clock import Clock, monotonic
 from carpool.core.defaults import do_nothing
+from carpool.core.live import LivePart
 from carpool.core.names import Role
 from carpool.core.timers import Every
 
@@ -28,10 +27,15 @@ logger = logging.getLogger("carpool")
 KEPT_MS = 60_000
 # Room for the stamp before a heartbeat.
 VALUE_BYTES_MAX = BEAT_BYTES_MAX + 32
-# How the script refuses a process.
-OTHER_SHARDS = "OTHERSHARDS"
 # Until the first answer, and after each failure, the next attempt comes sooner.
 RETRY_S = 0.1
+# What a process publishes while an operator looks: most bytes, most processes, and how long it is kept.
+PART_BYTES_MAX = 256 * 1024
+PARTS_MAX = 64
+PARTS_KEPT_MS = 5000
+
+_encode = msgspec.json.Encoder().encode
+_decode = msgspec.json.Decoder(LivePart).decode
 
 
 class Registry:
@@ -48,7 +52,6 @@ class Registry:
         interval_s: float = 0.5,
         stale_s: float = 1.5,
         clock: Clock = monotonic,
-        changed: Callable[[], None] = do_nothing,
         heard: Callable[[FleetView], None] = do_nothing,
     ) -> None:
         self._nodes = nodes
@@ -60,25 +63,16 @@ class Registry:
         self._interval_s = interval_s
         self._stale_s = stale_s
         self._clock = clock
-        # Called when a process came, went, or has more or fewer slots that work.
-        self._changed = changed
         # Called with each view.
         self._heard_view = heard
         # The last view that Redis sent. Empty and long out of date before the first one.
         self.view = FleetView(float("-inf"), stale_s, (), (), 0)
         self.failures = 0
-        # Whether Redis has let this process in; why it did not, for an operator, or "".
-        self.is_in = False
-        self.refusal = ""
         self._every = Every(interval_s, self._beat)
         self._is_asking = False
         # A heartbeat was due while an answer was out.
         self._again = False
         self._left = False
-
-    def __repr__(self) -> str:
-        live = len(self.view.live_gateways()), len(self.view.live_batchers())
-        return f"<Registry {self._role} {self._name.decode(errors='replace')}, live {live}, failures {self.failures}>"
 
     def is_fresh(self) -> bool:
         """Whether the view is of now."""
@@ -96,15 +90,11 @@ class Registry:
     async def leave(self) -> None:
         """Be gone for the others at once. If Redis does not answer, they find out by the silence."""
         self.close()
-        slot = self._keys.fleet_slot
-        for role, key in (("gateway", self._keys.gateways), ("batcher", self._keys.batchers)):
-            if self._role not in (role, "serve"):
-                continue
-            try:
-                await self._nodes.ask(slot, b"HDEL", key, self._name)
-            except RedisFailure as failure:
-                logger.warning("could not leave the registry: %s", type(failure).__name__)
-                return
+        try:
+            for key in (self._keys.gateways, self._keys.batchers):
+                await self._nodes.ask(self._keys.fleet_slot, b"HDEL", key, self._name)
+        except RedisFailure as failure:
+            logger.warning("could not leave the registry: %s", type(failure).__name__)
 
     def close(self) -> None:
         """Fall silent."""
@@ -116,36 +106,12 @@ class Registry:
             self._again = True  # the answer, or word that none comes, is near: replies have a time limit
             return
         self._again = False
-        as_gateway, as_batcher = self._beats()
         self._is_asking = True
-        keys = self._keys
-        self._nodes.run(
-            HEARTBEAT,
-            keys.fleet_slot,
-            [keys.gateways, keys.batchers],
-            [
-                *(self._name, as_gateway, as_batcher, b"", KEPT_MS, VALUE_BYTES_MAX),
-                *(b"" if self.is_in else len(keys.shards), round(self._stale_s * 1000)),
-            ],
-            self._heard,
-        )
-
-    def _beats(self) -> tuple[bytes, bytes]:
-        """The heartbeat as a gateway and as a batcher; empty for what this process is not."""
-        said = msgspec.structs.replace(self._describe(), shards=len(self._keys.shards))
+        said, keys = self._describe(), self._keys
         as_gateway = encode_heartbeat(said, with_models=False) if self._role != "batcher" else b""
         as_batcher = encode_heartbeat(said, with_models=True) if self._role != "gateway" else b""
-        return as_gateway, as_batcher
-
-    def _refused(self, shards: str) -> None:
-        """Others with another number of shards live. They may leave: this process tries again with each beat."""
-        if not self.refusal:
-            own = len(self._keys.shards)
-            self.refusal = (
-                f"this version has {own} shards and the fleet that uses this Redis {shards}: "
-                "start the version that the fleet has, or use another broker.namespace"
-            )
-            logger.error("this process is not let into the fleet: %s", self.refusal)
+        about = (self._name, as_gateway, as_batcher, b"", KEPT_MS, VALUE_BYTES_MAX)
+        self._nodes.run(HEARTBEAT, keys.fleet_slot, [keys.gateways, keys.batchers], about, self._heard)
 
     def _heard(self, reply: Any) -> None:
         self._is_asking = False
@@ -154,18 +120,56 @@ class Registry:
         try:
             if isinstance(reply, RedisFailure):
                 raise reply
-            view = read_view(reply, seen_at=self._clock(), stale_s=self._stale_s)
+            self.view = read_view(reply, seen_at=self._clock(), stale_s=self._stale_s)
         except (RedisFailure, ValueError):
             self.failures += 1
-            if isinstance(reply, Refused) and reply.code == OTHER_SHARDS:
-                self._refused(str(reply).removeprefix(OTHER_SHARDS).strip())
-            else:
-                self._every.next_in(min(RETRY_S, self._interval_s))
+            self._every.next_in(min(RETRY_S, self._interval_s))
             return
-        self.is_in, self.refusal = True, ""
         if self._again:
             self.heartbeat()
-        before, self.view = self.view, view
-        self._heard_view(view)
-        if before.outline() != view.outline():
-            self._changed()
+        self._heard_view(self.view)
+
+
+class LiveParts:
+    """The last second of each process of the fleet (composition.live.OtherParts), in Redis only while an operator
+    looks: one hash, which soon expires.
+    """
+
+    def __init__(self, nodes: Nodes, keys: Keys, name: str, view: Callable[[], FleetView]) -> None:
+        self._nodes = nodes
+        self._keys = keys
+        self._name = name
+        self._view = view
+        self._parts: dict[str, LivePart] = {}
+
+    def publish(self, part: LivePart) -> None:
+        """Let the others have this one. If Redis is away, they miss a second."""
+        encoded = _encode(part)
+        if len(encoded) > PART_BYTES_MAX:
+            encoded = _encode(msgspec.structs.replace(part, batches=()))
+        slot, key = self._keys.fleet_slot, self._keys.live
+        self._nodes.send(slot, ignore, b"HSET", key, self._name, encoded)
+        self._nodes.send(slot, ignore, b"PEXPIRE", key, PARTS_KEPT_MS)
+
+    def latest(self) -> Sequence[LivePart]:
+        """The last part of each live process, as Redis last sent it; asks for the next ones."""
+        live = self._view().live_names()
+        if others := sorted(live - {self._name})[:PARTS_MAX]:
+            self._nodes.send(self._keys.fleet_slot, self._told, b"HMGET", self._keys.live, *others)
+        return [part for name, part in self._parts.items() if name in live]
+
+    def members(self) -> int:
+        """Processes that live."""
+        return max(1, len(self._view().live_names()))
+
+    def _told(self, reply: Any) -> None:
+        parts = [read_part(each) for each in reply] if isinstance(reply, list) else []
+        self._parts = {part.name: part for part in parts if part is not None}
+
+
+def read_part(value: bytes | None) -> LivePart | None:
+    """A part that another process wrote, maybe of another version; None if there is none, or if it is malformed."""
+    try:
+        return None if value is None else _decode(value)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return None

@@ -1,5 +1,10 @@
-"""Every server of a Redis by itself, for checks that look at each one: what it tells, and what is wrong with that."""
+"""Every server of a Redis by itself, for checks that look at each one: what it tells, and what is wrong with that.
 
+One of the checks goes on while a process runs: whether Redis writes to a disk although `broker.persistence` forbids it.
+An operator may turn that on at any time.
+"""
+
+import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -15,6 +20,8 @@ from carpool.broker.redis.client.address import BrokerAddress, HostPort
 from carpool.broker.redis.client.topology import SlotRange, connection_options, login_of, parse_slots
 from carpool.broker.redis.keys import Keys
 from carpool.core.finding import Finding
+
+logger = logging.getLogger("carpool.broker")
 
 ANSWER_S_MAX = 5.0
 PINGS = 5
@@ -253,3 +260,115 @@ def parse_info(text: bytes) -> dict[str, str]:
     """INFO and CLUSTER INFO as names and values."""
     lines = (line.partition(":") for line in text.decode(errors="replace").splitlines() if not line.startswith("#"))
     return {name: value for name, colon, value in lines if colon}
+
+
+# How often it is looked whether Redis writes to a disk, and how many findings are told.
+INTERVAL_S = 5.0
+TOLD_MAX = 3
+
+
+class PersistenceWatch:
+    """Says, and logs, what writes to a disk; health and metrics show `found`."""
+
+    def __init__(self, inspection: Inspection) -> None:
+        self._inspection = inspection
+        # What writes to a disk; empty if nothing does.
+        self.found = ""
+
+    async def faults(self) -> str:
+        """Why this Redis must not be used; empty if it may."""
+        return sentence(await find_disks(self._inspection))
+
+    async def look(self) -> None:
+        """Look again: every INTERVAL_S."""
+        findings = await find_disks(self._inspection)
+        disks = [finding for finding in findings if finding.check == "persistence"]
+        if not disks and findings:
+            return  # it does not answer: what was known stays
+        if (found := sentence(disks)) != self.found:
+            self.found = found
+            if found:
+                logger.error("payloads may reach a disk: %s", found)
+            else:
+                logger.warning("Redis writes to no disk any more")
+
+
+def sentence(findings: Sequence[Finding]) -> str:
+    """Findings in one line."""
+    told = [f"{', '.join(each.where) or 'Redis'}: {each.says}; {each.do}" for each in findings[:TOLD_MAX]]
+    return " | ".join(told)
+
+
+async def find_disks(inspection: Inspection) -> list[Finding]:
+    """The problems with `broker.persistence = "forbidden"`, at all primaries and the replicas that can be seen."""
+    findings: list[Finding] = []
+    try:
+        async with inspection.reach() as (deployment, _):
+            for server in deployment.servers:
+                try:
+                    facts = await node_facts(server)
+                except FAILURES as failure:
+                    findings.append(no_answer(server, failure))
+                    continue
+                found = check_no_disk(facts, is_replicated=deployment.kind != "single")
+                findings += [at(server, found), *await replicas_disks(inspection.address, facts)]
+    except NoWayInError as failure:
+        return [failure.finding]
+    return [finding for finding in findings if finding.level == "problem"]
+
+
+async def replicas_disks(address: BrokerAddress, primary: NodeFacts) -> list[Finding]:
+    """Whether the replicas that a primary knows write to a disk; one that cannot be reached is a warning."""
+    findings = []
+    for host, port in replicas_of(primary.info):
+        server = RedisServer(address, host, port)
+        try:
+            found = check_no_disk(await node_facts(server), is_replicated=True)
+        except FAILURES as failure:
+            says = f"this replica cannot be asked whether it writes to a disk: {reason_of(failure)}"
+            do = "see that it runs, and that this machine can reach it under the address that its primary knows"
+            found = Finding("persistence", "warning", says, do)
+        finally:
+            await server.close()
+        findings.append(at(server, found))
+    return findings
+
+
+def check_no_disk(node: NodeFacts, *, is_replicated: bool) -> Finding:
+    """Whether a server keeps its data off its disk, where `broker.persistence` is "forbidden"."""
+    config = node.config
+    if config is None:
+        says = (
+            'broker.persistence is "forbidden", and CONFIG GET is refused here: nobody can tell what reaches the disk'
+        )
+        do = 'let this user run CONFIG GET (ACL: +config|get); else only broker.persistence = "allowed" is true'
+        return Finding("persistence", "problem", says, do)
+    # What writes, and the setting of Redis that ends it.
+    disks: list[tuple[str, str]] = []
+    if node.info.get("aof_enabled") != "0":
+        disks.append(("the AOF", "appendonly no"))
+    if config.get("save"):
+        disks.append((f"snapshots (save {config['save']})", 'save ""'))
+    has_replicas = is_replicated or node.info.get("role") != "master" or bool(replicas_of(node.info))
+    if has_replicas and config.get("repl-diskless-sync") != "yes":
+        disks.append(("a file for each replica that attaches", "repl-diskless-sync yes"))
+    if has_replicas and config.get("repl-diskless-load") in ("disabled", "on-empty-db"):
+        disks.append(("a file when it attaches as a replica", "repl-diskless-load swapdb"))
+    if not disks:
+        return Finding(
+            "persistence", "ok", 'nothing is written to a disk, as broker.persistence = "forbidden" wants it'
+        )
+    says = f'broker.persistence is "forbidden", and this server writes {" and ".join(what for what, _ in disks)}'
+    do = f"CONFIG SET {', CONFIG SET '.join(setting for _, setting in disks)}, and the same in redis.conf"
+    return Finding("persistence", "problem", says, f"{do}; remove the files that there are")
+
+
+def replicas_of(info: Mapping[str, str]) -> list[tuple[str, int]]:
+    """Host and port of the replicas that a server knows."""
+    facts = [dict(pair.split("=", 1) for pair in text.split(",")) for name, text in info.items() if is_replica(name)]
+    return [(fact["ip"], int(fact["port"])) for fact in facts]
+
+
+def is_replica(name: str) -> bool:
+    """Whether a name of INFO tells of a replica."""
+    return name.startswith("slave") and name.removeprefix("slave").isdigit()

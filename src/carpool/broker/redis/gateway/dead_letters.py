@@ -1,25 +1,23 @@
 """What a person does with dead letters in Redis.
 
-1. Every shard keeps letters within bounds; the oldest go first. The id of a letter tells its shard, and rises.
-2. A replay is a new task in the letter's shard; the letter goes in the step that accepts it, so it is never lost, and
-   never replayed twice.
+Every shard keeps letters within bounds; the oldest go first. The id of a letter tells its shard, and rises. A replay is
+a new task in the letter's shard.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Container
+from collections.abc import Awaitable, Callable, Container, Sequence
 from functools import partial
 from typing import TypeVar
 
 from carpool.broker.redis.client.link import RedisFailure
-from carpool.broker.redis.dead_letters.letters import IDS_A_MS, decode_body, summary_of
-from carpool.broker.redis.formats import UnknownFormatError
+from carpool.broker.redis.formats import IDS_A_MS, UnknownFormatError, decode_body, summary_of
 from carpool.broker.redis.gateway.refusals import out_of_reach
 from carpool.broker.redis.gateway.tasks import RedisTasks
 from carpool.broker.redis.keys import Shard
 from carpool.broker.redis.redis_ops import LetterHeads, RedisOps
-from carpool.broker.replays import ReplayRun, answer_of, no_such_letter, not_served, replay_request
+from carpool.broker.replays import Page, ReplayDesk, no_such_letter
 from carpool.core.clock import Clock, monotonic
-from carpool.core.dead_letter import DeadLetterSummary, Replayed, ReplayReport, StoredDeadLetter
+from carpool.core.dead_letter import DeadLetterSummary, StoredDeadLetter
 from carpool.core.defaults import do_nothing
 from carpool.core.errors import Malformed
 from carpool.core.request import Request
@@ -31,8 +29,8 @@ LOOKED_THROUGH_BYTES_MAX = 4 * 1024 * 1024
 Found = TypeVar("Found")
 
 
-class RedisDeadLetterDesk:
-    """Shows, replays and drops dead letters (core.ports.DeadLetterDesk)."""
+class RedisDeadLetterDesk(ReplayDesk):
+    """Shows, replays and drops the dead letters of a deployment."""
 
     def __init__(
         self,
@@ -45,15 +43,11 @@ class RedisDeadLetterDesk:
         prepare: Callable[[Request], None] = do_nothing,
         clock: Clock = monotonic,
     ) -> None:
+        super().__init__(
+            tasks, models, tier_target_s=tier_target_s, task_timeout_s=task_timeout_s, prepare=prepare, clock=clock
+        )
         self._steps = steps
         self._keys = steps.keys
-        self._tasks = tasks
-        self._models = models
-        self._tier_target_s = tier_target_s
-        self._task_timeout_s = task_timeout_s
-        # Does for a request from Redis what the face does for a new one; raises an error of the tree.
-        self._prepare = prepare
-        self._clock = clock
         self._total = 0
 
     def total(self) -> int:
@@ -81,45 +75,28 @@ class RedisDeadLetterDesk:
                 waiting[number] = more.rows
         return found
 
-    async def show(self, letter_id: int) -> StoredDeadLetter:
-        """One dead letter, whole; raises NotFound."""
-        shard = self._shard_of(letter_id)
-        body = await answered(self._steps.read_letter(shard, letter_id))
-        if body is None:
-            raise no_such_letter()
-        try:
-            return decode_body(letter_id, body)
-        except UnknownFormatError:
-            raise Malformed("another version of Carpool wrote this letter; use that one, or drop it") from None
-
-    async def replay(self, letter_id: int) -> Replayed:
-        """Make one a task again; raises NotFound, UnknownModel, or why no task is accepted now."""
-        letter = await self.show(letter_id)
-        if letter.summary.model not in self._models:
-            raise not_served()
-        request = replay_request(letter, self._tasks, self._clock(), self._tier_target_s, self._task_timeout_s)
-        request.id = f"{request.id[:-1]}{self._shard_of(letter_id).number:x}"
-        self._prepare(request)
-        await answer_of(lambda done: self._tasks.submit(request, done, letter_id))
-        return Replayed(letter_id, request.id)
-
-    async def replay_all(self, cause: str | None) -> ReplayReport:
-        """Make all letters there are now, or those of one cause, tasks again, until no more tasks are accepted."""
-        run = ReplayRun(self.replay)
-        starts = await self._of_all(lambda shard: self._heads(shard, 0, 1))
-        for shard, start in zip(self._keys.shards, starts, strict=True):
-            # Each shard up to where it was: their clocks may differ, so one's letters of now may look old to another.
-            await run.go(start.last, partial(self._page_of_cause, shard, cause))
-        return run.report()
-
-    async def drop(self, letter_id: int) -> None:
-        """Remove one; raises NotFound."""
-        if await answered(self._steps.drop_letters(self._shard_of(letter_id), b"%d" % letter_id)) == 0:
-            raise no_such_letter()
-
     async def drop_all(self) -> int:
         """Remove all; returns how many."""
         return sum(await self._of_all(lambda shard: answered(self._steps.drop_letters(shard))))
+
+    async def _read(self, letter_id: int) -> StoredDeadLetter | None:
+        body = await answered(self._steps.read_letter(self._shard_of(letter_id), letter_id))
+        try:
+            return None if body is None else decode_body(letter_id, body)
+        except UnknownFormatError:
+            raise Malformed("another version of Carpool wrote this letter; use that one, or drop it") from None
+
+    async def _drop(self, letter_id: int) -> int:
+        return await answered(self._steps.drop_letters(self._shard_of(letter_id), b"%d" % letter_id))
+
+    def _task_id(self, letter_id: int) -> str:
+        return f"{super()._task_id(letter_id)[:-1]}{self._shard_of(letter_id).number:x}"
+
+    async def _now_kept(self, cause: str | None) -> Sequence[tuple[int, Page]]:
+        # Each shard up to where it is: their clocks may differ, so one's letters of now may look old to another.
+        starts = await self._of_all(lambda shard: self._heads(shard, 0, 1))
+        shards = zip(self._keys.shards, starts, strict=True)
+        return [(start.last, partial(self._page_of_cause, shard, cause)) for shard, start in shards]
 
     def _shard_of(self, letter_id: int) -> Shard:
         number = letter_id % IDS_A_MS

@@ -8,10 +8,10 @@
 4. They are kept in two parts, the later and the earlier ones. When the later part is full it takes the place of the
    earlier, which goes as a whole (scripts/keep.lua): so between half of the bytes that are allowed and all of them are
    in use, and a result costs Redis less than a microsecond.
-5. Redis's clock, which is asked for once in a while, says how old a result is. Parts live for longer than their
-   results: one that is too old, or from a time that has not come (the clock was set back), is none.
+5. Redis's clock says how old a result is. Parts live for longer than their results: one that is too old, or from a
+   time that has not come (the clock was set back), is none.
 6. Where Redis takes results and does not count them (it refuses the script), nothing would bound them: the gateway
-   drops them, and adds none for a while.
+   drops them, and keeps none there any more.
 """
 
 import logging
@@ -19,8 +19,11 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
+import msgspec
+
 from carpool.broker.redis.client.link import RedisFailure, Refused, ignore
 from carpool.broker.redis.formats import KeptResult, UnknownFormatError, decode_result, encode_result
+from carpool.broker.redis.keys import Shard
 from carpool.broker.redis.redis_ops import RedisOps
 from carpool.core.clock import Clock, monotonic
 from carpool.core.defaults import no
@@ -33,7 +36,6 @@ LOOK_S_MAX = 0.015
 REST_S = 1.0
 LATE_LOOK_S = 0.005
 WRITE_EVERY_S = 0.05
-ASK_TIME_S = 5.0
 # A command holds up Redis's other clients: none carries more than this, nor more than so much of what may be kept. A
 # larger result is not kept.
 RESULTS_A_CALL_MAX = 256
@@ -45,7 +47,7 @@ ENTRY_BYTES = 200
 KEYS_A_CALL_MAX = 128
 # What may wait to be written, with what is needed for each; more is not kept.
 LEAVING_BYTES_MAX = 16 * 1024 * 1024
-# Two gateways need not have quite the same time.
+# Two gateways need not know quite the same time.
 CLOCKS_APART_S_MAX = 1.0
 
 Found = Callable[[Output | None, float], None]
@@ -56,15 +58,13 @@ NOTHING: Told = (None, 0.0)
 Wanted = Sequence[tuple[bytes, list[Found]]]
 
 
-class Question:
+class Question(msgspec.Struct, eq=False):
     """What was asked for in one command."""
 
-    __slots__ = ("asked", "wanted")
-
-    def __init__(self, wanted: Wanted, asked: float) -> None:
-        # Empty when the callbacks were called.
-        self.wanted = wanted
-        self.asked = asked
+    shard: Shard
+    # Empty when the callbacks were called.
+    wanted: Wanted
+    asked: float
 
 
 class RedisResults:
@@ -97,16 +97,12 @@ class RedisResults:
         self._questions: deque[Question] = deque()
         self._looks = Every(LATE_LOOK_S, self._give_up_late)
         self._rests_until = 0.0
-        # By key, with times of our own clock yet. `look` finds them.
+        # By key; `look` finds them.
         self._leaving: dict[bytes, KeptResult] = {}
         self._leaving_bytes = 0
         self._writes = Every(WRITE_EVERY_S, self.write)
-        # Numbers of shards whose results Redis does not count, and when to see to that.
-        self._uncounted: dict[int, float] = {}
-        self._has_warned = False
-        # What Redis's clock is ahead of ours, in ms, and when that was asked for.
-        self._ahead_ms: float | None = None
-        self._time_asked = -ASK_TIME_S
+        # Rule 6.
+        self._is_refused = False
         self._facts = CallFacts(0, 0.0, None, cached=True)
 
     def look(self, key: bytes, found: Found) -> None:
@@ -119,19 +115,18 @@ class RedisResults:
         size = len(output.value) + ENTRY_BYTES
         if size > self._call_bytes_max or self._leaving_bytes > LEAVING_BYTES_MAX:
             return False
-        number = self._shard_number(key)
-        if self._is_memory_short() or number in self._uncounted:
+        if self._is_memory_short():
             self._writes.start()  # it makes room
             return False
-        if not self._nodes.is_up(self._shards[number].slot):
+        shard = self._shard_of(key)
+        came_ms = self._steps.time_ms(shard)
+        if self._is_refused or not came_ms or not self._nodes.is_up(shard.slot):
             return False
-        now = self._clock()
-        # A slice would keep the answer to its whole batch.
-        value, came_ms = bytes(output.value), round(now * 1000)
+        value = bytes(output.value)  # a slice would keep the answer to its whole batch
         self._leaving[key] = KeptResult(came_ms, value, output.tokens_used, output.call.model_version)
         self._leaving_bytes += size
         self._writes.start()
-        return now >= self._rests_until
+        return self._clock() >= self._rests_until
 
     def close(self) -> None:
         """Ask no more."""
@@ -140,8 +135,8 @@ class RedisResults:
 
     # Asking.
 
-    def _shard_number(self, key: bytes) -> int:
-        return key[0] % len(self._shards)
+    def _shard_of(self, key: bytes) -> Shard:
+        return self._shards[key[0] % len(self._shards)]
 
     def _ask(self) -> None:
         wanted, self._wanted = self._wanted, []
@@ -149,51 +144,41 @@ class RedisResults:
         if now < self._rests_until:
             tell((found for _, found in wanted), NOTHING)
             return
-        self._ask_time(now)
-        groups: defaultdict[int, defaultdict[bytes, list[Found]]] = defaultdict(lambda: defaultdict(list))
+        groups: defaultdict[Shard, defaultdict[bytes, list[Found]]] = defaultdict(lambda: defaultdict(list))
         for key, found in wanted:
+            shard = self._shard_of(key)
             if (kept := self._leaving.get(key)) is not None:
-                tell((found,), self._told(kept, now * 1000))
+                tell((found,), self._told(kept, self._steps.time_ms(shard)))
             else:
-                groups[self._shard_number(key)][key].append(found)
-        for number, by_key in groups.items():
-            shard, group = self._shards[number], list(by_key.items())
+                groups[shard][key].append(found)
+        for shard, by_key in groups.items():
+            group = list(by_key.items())
             if not self._nodes.is_up(shard.slot):
                 tell_nothing(group)
                 continue
             for at in range(0, len(group), KEYS_A_CALL_MAX):
-                question = Question(group[at : at + KEYS_A_CALL_MAX], now)
+                question = Question(shard, group[at : at + KEYS_A_CALL_MAX], now)
                 self._questions.append(question)
                 self._steps.find_results(shard, [key for key, _ in question.wanted], partial(self._came, question))
         if self._questions:
             self._looks.start()
-
-    def _ask_time(self, now: float) -> None:
-        if now >= self._time_asked + (ASK_TIME_S if self._ahead_ms is not None else LATE_LOOK_S):
-            self._time_asked = now
-            shard = next((each for each in self._shards if self._nodes.is_up(each.slot)), self._shards[0])
-            self._steps.clock(shard, self._came_time)
-
-    def _came_time(self, now_ms: int | RedisFailure) -> None:
-        if not isinstance(now_ms, RedisFailure):
-            self._ahead_ms = now_ms - self._clock() * 1000
 
     def _came(self, question: Question, values: list[bytes | None] | RedisFailure) -> None:
         wanted, question.wanted = question.wanted, ()
         if isinstance(values, RedisFailure) or len(values) != len(wanted):
             tell_nothing(wanted)
             return
-        now_ms = self._clock() * 1000
+        now_ms = self._steps.time_ms(question.shard)
         for (_, those), value in zip(wanted, values, strict=True):
             tell(those, NOTHING if value is None else self._read(value, now_ms))
 
-    def _read(self, value: bytes, now_ms: float) -> Told:
+    def _read(self, value: bytes, now_ms: int) -> Told:
         try:
-            return NOTHING if self._ahead_ms is None else self._told(decode_result(value), now_ms + self._ahead_ms)
+            return self._told(decode_result(value), now_ms)
         except UnknownFormatError:
             return NOTHING
 
-    def _told(self, kept: KeptResult, now_ms: float) -> Told:
+    def _told(self, kept: KeptResult, now_ms: int) -> Told:
         age_s = (now_ms - kept.came_ms) / 1000
         if not -CLOCKS_APART_S_MAX < age_s < self._ttl_s:
             return NOTHING
@@ -217,66 +202,47 @@ class RedisResults:
 
     def write(self) -> None:
         """Write what came since the last time. A timer does it."""
-        leaving, now = self._leaving, self._clock()
+        leaving, self._leaving, self._leaving_bytes = self._leaving, {}, 0
         if self._is_memory_short():
             leaving.clear()
-            self._leaving_bytes = 0
             for shard in self._shards:
                 self._steps.drop_results(shard, ignore)
-        for number in [number for number, seen_to in self._uncounted.items() if seen_to <= now]:
-            self._uncounted[number] = now + REST_S
-            self._steps.drop_results(self._shards[number], partial(self._dropped, number))
         if not leaving:
-            if not self._uncounted:
-                self._writes.stop()
-            return
-        self._ask_time(now)
-        if self._ahead_ms is None:
-            return  # they wait until it is known how old they are
-        self._leaving, self._leaving_bytes = {}, 0
-        groups: defaultdict[int, list[tuple[bytes, bytes]]] = defaultdict(list)
-        ahead_ms = round(self._ahead_ms)
+            self._writes.stop()
+        groups: defaultdict[Shard, list[tuple[bytes, bytes]]] = defaultdict(list)
         for key, kept in leaving.items():
-            kept.came_ms += ahead_ms
-            groups[self._shard_number(key)].append((key, encode_result(kept)))
-        for number, results in groups.items():
-            self._write_to(number, results)
+            groups[self._shard_of(key)].append((key, encode_result(kept)))
+        for shard, results in groups.items():
+            if self._nodes.is_up(shard.slot):
+                self._write_to(shard, results)
 
-    def _write_to(self, number: int, results: Sequence[tuple[bytes, bytes]]) -> None:
+    def _write_to(self, shard: Shard, results: Sequence[tuple[bytes, bytes]]) -> None:
         """Write to one shard, in parts."""
-        if number in self._uncounted or not self._nodes.is_up(self._shards[number].slot):
-            return
         part: list[bytes] = []
         size = 0
         least = self._call_bytes_max
         for key, value in results:
             result_size = len(value) + ENTRY_BYTES
             if part and (len(part) >= 2 * RESULTS_A_CALL_MAX or size + result_size > self._call_bytes_max):
-                self._keep(number, part, size, least)
+                self._keep(shard, part, size, least)
                 part, size = [], 0
             part += (key, value)
             size += result_size
             least = min(least, result_size)
-        self._keep(number, part, size, least)
+        self._keep(shard, part, size, least)
 
-    def _keep(self, number: int, part: Sequence[bytes], size: int, least: int) -> None:
+    def _keep(self, shard: Shard, part: Sequence[bytes], size: int, least: int) -> None:
         # What one call adds is never too much: half of what is allowed, with it.
         later_max = max(1, self._shard_bytes_max // 2 - self._call_bytes_max)
-        counted = partial(self._counted, number)
-        self._steps.keep_results(self._shards[number], part, (size, least), later_max, self._ttl_ms, counted)
+        counted = partial(self._counted, shard)
+        self._steps.keep_results(shard, part, (size, least), later_max, self._ttl_ms, counted)
 
-    def _counted(self, number: int, refusal: Refused | None) -> None:
-        if refusal is None:
-            return
-        if not self._has_warned:
-            self._has_warned = True
-            logger.warning("Redis does not count the results that are kept, so they are not kept there: %s", refusal)
-        self._uncounted.setdefault(number, self._clock() + REST_S)
-        self._writes.start()
-
-    def _dropped(self, number: int, reply: int | RedisFailure) -> None:
-        if not isinstance(reply, RedisFailure):
-            self._uncounted.pop(number, None)
+    def _counted(self, shard: Shard, refusal: Refused | None) -> None:
+        if refusal is not None:
+            self._steps.drop_results(shard, ignore)
+            if not self._is_refused:
+                self._is_refused = True
+                logger.warning("Redis does not count the results that are kept: none is kept there now: %s", refusal)
 
 
 def tell_nothing(wanted: Wanted) -> None:

@@ -7,33 +7,34 @@
    a script that Redis did not know would be sent again behind the WAIT.
 3. What was not confirmed is removed; where the gateway does not know whether Redis has it, it tries that for a while.
    Until the gateway has decided, batchers may work on a task, but it has no outcome: of one that is refused nothing is
-   left. If the gateway dies, the task counts as accepted after UNSURE_S.
+   left. If the gateway dies, the task counts as accepted after UNSURE_S. A server that comes back, or took another's
+   place, is told the last acceptances again: it may not have heard of them, or have lost them.
 4. A dead letter becomes a task in one step. Such a task is never removed: the letter would be lost with it. It needs no
    replicas: where this step is not known, the letter is still there.
 """
 
 import logging
 import random
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import msgspec
 
 from carpool.broker.journal_records import webhooks_full
-from carpool.broker.redis.client.link import Lost, RedisFailure
+from carpool.broker.redis.client.link import Lost, RedisFailure, ignore
 from carpool.broker.redis.client.nodes import Nodes
 from carpool.broker.redis.gateway.entries import NOBODY, header_of, parts_of, stream_of, values_of
 from carpool.broker.redis.gateway.refusals import REFUSALS, error_of, out_of_reach
-from carpool.broker.redis.gateway.task_removals import TaskRemovals
 from carpool.broker.redis.keys import SHARDS_MAX, Shard
-from carpool.broker.redis.redis_ops import Queued, RedisOps, Unreadable
+from carpool.broker.redis.notices import Notices
+from carpool.broker.redis.redis_ops import EndedTask, Queued, RedisOps, Removed, Unreadable
 from carpool.core.clock import Clock, monotonic
 from carpool.core.defaults import do_nothing, no
 from carpool.core.errors import BrokerDown, CarpoolError, InternalError
 from carpool.core.events import Events
 from carpool.core.request import QUEUED, Request
-from carpool.core.timers import OncePerTurn
+from carpool.core.timers import Every, OncePerTurn
 
 logger = logging.getLogger("carpool.broker")
 
@@ -46,7 +47,100 @@ COLLECTED_BYTES_MAX = 64 * 1024 * 1024
 # So long, beyond the wait for replicas, a gateway may take to accept or to remove a task: longer than most failovers.
 UNSURE_S = 30.0
 
+# Redis may still have the submission of a lost connection to read when it is first asked to remove the task.
+ATTEMPTS = 3
+RETRY_S = 1.0
+DOUBTFUL_MAX = 10_000
+# So many of the last acceptances of a shard are sent again.
+LATELY_MAX = 1024
+
 Accepted = Callable[[CarpoolError | None], None]
+
+
+class TaskRemovals:
+    """Removes tasks in any state, with their entries if no batcher took them yet; says which ones are accepted."""
+
+    def __init__(self, steps: RedisOps) -> None:
+        self._steps = steps
+        self._notices = Notices(steps)
+        # How many more times to ask for a task that Redis did not know.
+        self._doubtful: dict[str, int] = {}
+        # The last ones that were accepted, by shard; and the shards that were in reach when that was looked at.
+        self._lately: defaultdict[Shard, deque[str]] = defaultdict(lambda: deque(maxlen=LATELY_MAX))
+        self._up: set[Shard] = set()
+        # Runs while there are some.
+        self._tries = Every(RETRY_S, self._try)
+
+    def accept(self, task_ids: Sequence[str]) -> None:
+        """Tell Redis that these tasks, of one shard, are accepted: they may have outcomes."""
+        shard = self._steps.keys.shard_of_task(task_ids[0])
+        self._lately[shard].extend(task_ids)
+        self._steps.accept_tasks(shard, task_ids, ignore)
+
+    def nodes_changed(self) -> None:
+        """A server was lost, or one is there again."""
+        up = {shard for shard in self._steps.keys.shards if self._steps.nodes.is_up(shard.slot)}
+        for shard in up - self._up:
+            if shard in self._lately:
+                self._steps.accept_tasks(shard, list(self._lately[shard]), ignore)
+        self._up = up
+
+    def remove(
+        self,
+        task_id: str,
+        done: Callable[[bool | RedisFailure], None],
+        cancelled: Callable[[EndedTask], None] = do_nothing,
+        *,
+        was_refused: bool = False,
+        receipt: bytes = b"",
+    ) -> None:
+        """Remove a task; `done` says whether there was one, `cancelled` is called before if that had no result yet.
+
+        Gateways where a client waits for it get a notice. `was_refused`: it was never accepted; `receipt`: see
+        ended_tasks.py.
+        """
+
+        def told(removed: Removed | RedisFailure | None) -> None:
+            if isinstance(removed, RedisFailure):
+                done(removed)
+                return
+            if removed is not None:
+                self._notices.tell(removed.gateways, task_id)
+                if removed.ended is not None:
+                    cancelled(removed.ended)
+            done(removed is not None)
+
+        self._steps.remove_task(task_id, told, was_refused=was_refused, receipt=receipt)
+
+    def remove_if_there(self, task_id: str) -> None:
+        """The gateway has refused the task, but Redis may have it: keep trying to remove it."""
+        if len(self._doubtful) < DOUBTFUL_MAX:  # beyond, they count as accepted when their time for that is over
+            self._doubtful[task_id] = ATTEMPTS
+            self._tries.start()
+
+    @property
+    def doubtful(self) -> int:
+        """Refused tasks that Redis may have."""
+        return len(self._doubtful)
+
+    def close(self) -> None:
+        """Give up."""
+        self._doubtful.clear()
+        self._tries.stop()
+
+    def _try(self) -> None:
+        for task_id in self._doubtful:
+            if self._steps.nodes.is_up(self._steps.keys.shard_of_task(task_id).slot):
+                self.remove(task_id, partial(self._tried, task_id), was_refused=True)
+        if not self._doubtful:
+            self._tries.stop()
+
+    def _tried(self, task_id: str, found: bool | RedisFailure) -> None:
+        if isinstance(found, RedisFailure) or task_id not in self._doubtful:
+            return
+        self._doubtful[task_id] -= 1
+        if found or self._doubtful[task_id] == 0:
+            del self._doubtful[task_id]
 
 
 class Submission(msgspec.Struct, eq=False):

@@ -9,19 +9,21 @@
    no room for new tasks, such results go first.
 """
 
+import asyncio
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
+from typing import Any
 
 import msgspec
+from msgspec import UNSET
 
-from carpool.broker.polls import Poll, Polls, WhenPolled, no_such_task
-from carpool.broker.redis.client.link import RedisFailure
+from carpool.broker.polls import Poll, Polls, WhenPolled, finished_state, no_such_task, queue_of
+from carpool.broker.redis.client.link import RedisFailure, ignore
 from carpool.broker.redis.ended_tasks import EndedTasks
-from carpool.broker.redis.formats import LATE
+from carpool.broker.redis.formats import LATE, Reply, encode_reply
 from carpool.broker.redis.gateway.refusals import out_of_reach
-from carpool.broker.redis.gateway.task_intake import Accepted, TaskIntake
-from carpool.broker.redis.gateway.task_removals import TaskRemovals
+from carpool.broker.redis.gateway.task_intake import Accepted, TaskIntake, TaskRemovals
 from carpool.broker.redis.keys import Shard
 from carpool.broker.redis.redis_ops import EndedTask, LookedAt, RedisOps
 from carpool.core.defaults import do_nothing
@@ -31,14 +33,17 @@ from carpool.core.ports import Caller
 from carpool.core.problem import problem_json
 from carpool.core.request import Request
 from carpool.core.task import TAKEN, QueuePlace, StoredTask
+from carpool.core.timeline import RequestState
 from carpool.core.timers import Every
 
 LOOK_AGAIN_S = 1.0
 # The gateway tells Redis of read results together: some at a call, which holds up Redis's other clients.
 TELL_READ_S = 0.25
 READ_A_CALL_MAX = 256
-READ_MAX = 100_000
+# How long to wait for other gateways that may have a request.
+ELSEWHERE_S = 0.5
 Found = StoredTask | RedisFailure | None
+WhenFound = Callable[[RequestState | CarpoolError | None], None]
 
 
 class RedisTasks:
@@ -68,7 +73,7 @@ class RedisTasks:
         # Runs while polls wait.
         self._looks = Every(LOOK_AGAIN_S, self._look_again)
         # Tasks whose results were read, and of which Redis has not heard yet. Runs while there are some.
-        self._read_ids: set[str] = set()
+        self._read_ids: defaultdict[Shard, set[str]] = defaultdict(set)
         self._tells_read = Every(TELL_READ_S, self._tell_read)
         # While true, no poll is kept waiting.
         self.draining = False
@@ -123,10 +128,8 @@ class RedisTasks:
 
         if not names_a_shard(task_id):
             done(no_such_task())
-        elif caller.is_anonymous:
-            self._delete(task_id, done)
         else:
-            self._look(task_id, looked, to_be_told=False)  # a task never changes hands
+            self._look(task_id, looked, to_be_told=False)
 
     def _delete(self, task_id: str, done: Callable[[CarpoolError | None], None]) -> None:
 
@@ -146,13 +149,24 @@ class RedisTasks:
 
         self._removals.remove(task_id, deleted, cancelled, receipt=receipt)
 
-    def place_of(self, task_id: str, told: Callable[[QueuePlace | None], None]) -> None:
-        """Where a task stands; None if that is not known, or it does not wait."""
+    def state(self, task_id: str, answer: WhenFound) -> None:
+        """Tell an operator how far a task is, and while it waits where it stands; None if there is none."""
 
-        def looked(found: Found) -> None:
-            told(found.queue if isinstance(found, StoredTask) else None)
+        def told(found: LookedAt | RedisFailure) -> None:
+            if isinstance(found, RedisFailure):
+                answer(out_of_reach())
+            elif found.task is None or found.task.status != "PENDING":
+                answer(None if found.task is None else finished_state(found.task, found.age_ms))
+            elif (place := self._place(task_id, found)) is TAKEN:
+                answer(RequestState("processing", found.age_ms, None, found.task.client_id or None))
+            else:
+                queue = UNSET if place is None else queue_of(place)
+                answer(RequestState("queued", found.age_ms, None, found.task.client_id or None, queue=queue))
 
-        self._look(task_id, looked, to_be_told=False, with_standing=True)
+        if names_a_shard(task_id):
+            self._look_at(task_id, told, to_be_told=False, with_standing=True)
+        else:
+            answer(None)
 
     def drain(self) -> None:
         """Long polls are answered with what there is."""
@@ -181,25 +195,35 @@ class RedisTasks:
     ) -> None:
         """Ask for a task's state, and maybe for a notice when it has an outcome, or where it stands."""
 
+        def told(found: LookedAt | RedisFailure) -> None:
+            if isinstance(found, RedisFailure) or found.task is None:
+                done(found if isinstance(found, RedisFailure) else None)
+            else:
+                done(msgspec.structs.replace(found.task, queue=self._place(task_id, found)))
+
+        self._look_at(task_id, told, to_be_told=to_be_told, with_standing=with_standing)
+
+    def _look_at(
+        self, task_id: str, done: Callable[[LookedAt | RedisFailure], None], *, to_be_told: bool, with_standing: bool
+    ) -> None:
         shard, receipt = self._steps.keys.shard_of_task(task_id), self._late.receipt()
 
         def told(found: LookedAt | RedisFailure) -> None:
             if isinstance(found, RedisFailure):
                 self._late.failed(shard, found)
-                done(found)
-                return
-            if found.was_over is not None:
+            elif found.was_over is not None:
                 self._late.came(shard, receipt, [found.was_over])
-            if found.task is not None and found.queue_stats is not None:
-                model, ahead = found.queue_stats
-                queue = TAKEN if ahead < 0 else self._queue_place(task_id, model, ahead)
-                done(msgspec.structs.replace(found.task, queue=queue))
-            else:
-                done(found.task)
+            done(found)
 
         gateway, late = self._gateway if to_be_told else b"", problem_json(LATE, task_id)
         ending = (late, self._result_ttl_ms, receipt)
         self._steps.look_at_task(task_id, gateway, ending, told, with_standing=with_standing)
+
+    def _place(self, task_id: str, found: LookedAt) -> QueuePlace | None:
+        if found.queue_stats is None:
+            return None
+        model, ahead = found.queue_stats
+        return TAKEN if ahead < 0 else self._queue_place(task_id, model, ahead)
 
     def _first_look(self, poll: Poll, found: Found) -> None:
         if isinstance(found, RedisFailure):
@@ -233,19 +257,17 @@ class RedisTasks:
             return
         if poll.forget:
             self._removals.remove(poll.task_id, lambda _: None)
-        elif len(self._read_ids) < READ_MAX:
-            self._read_ids.add(poll.task_id)
+        else:
+            self._read_ids[self._steps.keys.shard_of_task(poll.task_id)].add(poll.task_id)
             self._tells_read.start()
 
     def _tell_read(self) -> None:
         """Tell Redis which results were read. If that does not arrive, nothing is lost: they stay longer."""
-        told, self._read_ids = self._read_ids, set()
-        by_shard: defaultdict[Shard, list[str]] = defaultdict(list)
-        for task_id in told:
-            by_shard[self._steps.keys.shard_of_task(task_id)].append(task_id)
-        for shard, task_ids in by_shard.items():
-            for at in range(0, len(task_ids), READ_A_CALL_MAX):
-                self._steps.were_read(shard, task_ids[at : at + READ_A_CALL_MAX], lambda _: None)
+        told, self._read_ids = self._read_ids, defaultdict(set)
+        for shard, task_ids in told.items():
+            ids = list(task_ids)
+            for at in range(0, len(ids), READ_A_CALL_MAX):
+                self._steps.were_read(shard, ids[at : at + READ_A_CALL_MAX], ignore)
         if not told:
             self._tells_read.stop()
 
@@ -253,3 +275,52 @@ class RedisTasks:
 def names_a_shard(task_id: str) -> bool:
     """Whether a task could have this id; the face asks for others too."""
     return task_id[-1:] in "0123456789abcdef" and task_id != ""
+
+
+class RequestStates:
+    """How far a synchronous request is, for operators. Its own gateway knows; others ask that one over its replies."""
+
+    def __init__(
+        self, steps: RedisOps, gateway: bytes, *, lease_ms: int, others: Callable[[], Iterable[bytes]]
+    ) -> None:
+        self._steps = steps
+        self._gateway = gateway
+        self._lease_ms = lease_ms
+        # The other gateways that live.
+        self._others = others
+        # By id of a request: the timer of the wait for other gateways, and the callbacks that wait.
+        self._asking: dict[str, tuple[asyncio.TimerHandle, list[WhenFound]]] = {}
+
+    def of_entry(self, shard: Shard, field: bytes, entry_id: bytes, waiting: RequestState, answer: WhenFound) -> None:
+        """Whether a batcher has an entry; `waiting` is what is known without asking."""
+
+        def told(is_taken: bool | RedisFailure) -> None:
+            taken = msgspec.structs.replace(waiting, status="processing", queue=UNSET)
+            answer(taken if is_taken is True else waiting)
+
+        self._steps.is_leased(shard, field, entry_id, self._lease_ms, told)
+
+    def elsewhere(self, request_id: str, answer: WhenFound) -> None:
+        """Ask the other gateways for a request; None if none of them tells of it in time."""
+        if request_id in self._asking:
+            self._asking[request_id][1].append(answer)
+            return
+        timer = asyncio.get_running_loop().call_later(ELSEWHERE_S, self.told, request_id, None)
+        self._asking[request_id] = (timer, [answer])
+        for gateway in self._others():
+            self._write(gateway, wanted=[(self._gateway, request_id)])
+
+    def tell(self, gateway: bytes, request_id: str, state: RequestState) -> None:
+        """Answer another gateway that looks for a request."""
+        self._write(gateway, found=[(request_id, state)])
+
+    def told(self, request_id: str, state: RequestState | None) -> None:
+        """Another gateway has answered; or none did in time."""
+        if request_id in self._asking:
+            timer, answers = self._asking.pop(request_id)
+            timer.cancel()
+            for answer in answers:
+                answer(state)
+
+    def _write(self, gateway: bytes, **words: Any) -> None:
+        self._steps.reply(gateway, encode_reply(Reply(**words)), ignore)

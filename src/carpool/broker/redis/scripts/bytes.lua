@@ -37,9 +37,10 @@ local function stored_bytes()
 end
 
 -- Forget a task. The batcher that finished it may not know yet that it did, and ask again: `ended` tells it.
-local FINISHER_KEPT_MS = 30000
+local READ, FINISHER_KEPT_MS = PREFIX .. 'read', 30000
 local function drop_task(task, ended, counted)
   redis.call('DEL', task)
+  redis.call('ZREM', READ, string.sub(task, #task_of('') + 1))
   if string.find(ended or '', ' ', 1, true) then
     redis.call('HSET', task, 'e', ended)
     redis.call('PEXPIRE', task, FINISHER_KEPT_MS)
@@ -47,14 +48,14 @@ local function drop_task(task, ended, counted)
   uncount_bytes(counted)
 end
 
--- Results that were read, in that order. Where there is hardly room for new tasks these go first: from this share of the
--- bound on, and some more of them than tasks come, so that a script stays short.
-local READ, NEARLY_FULL, DROPPED_A_TASK, DROPPED_MIN = PREFIX .. 'read', 0.85, 2, 32
+-- Results that were read, by when they are gone. Where there is hardly room for new tasks these go first: from this share
+-- of the bound on, and some more of them than tasks come, so that a script stays short.
+local NEARLY_FULL, DROPPED_A_TASK, DROPPED_MIN = 0.85, 2, 32
 local function make_room(bytes, bytes_max, tasks, now)
   local too_much = stored_bytes() + bytes - NEARLY_FULL * bytes_max
   local left = DROPPED_A_TASK * tasks + DROPPED_MIN
   while too_much > 0 and left > 0 do
-    local id = redis.call('LPOP', READ)
+    local id = redis.call('ZPOPMIN', READ)[1]
     if not id then
       return
     end

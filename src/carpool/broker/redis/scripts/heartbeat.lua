@@ -1,22 +1,11 @@
 -- Say that one process lives, and learn who else does. Stamps are this server's time: no other clock is compared.
 -- KEYS: gateways, batchers
 -- ARGV: name, what it says of itself as a gateway, as a batcher ('' where it is none), now,
---       ms after which one that fell silent is forgotten, longest value that is handed on, of one that has not been let
---       in yet: its number of shards ('' for others), ms after which one that fell silent does not count
--- One with another number of shards than those who live is not let in: it would look for entries, and put some, where
--- the others never look.
+--       ms after which one that fell silent is forgotten, longest value that is handed on
 -- Returns: now, gateways, batchers: each as names and values, a value being its stamp in ms, a space and what was said
 local name, now = ARGV[1], clock(ARGV[4])
 local kept_ms, longest = tonumber(ARGV[5]), tonumber(ARGV[6])
 local answer = { now }
-for i = 1, ARGV[7] ~= '' and 2 or 0 do
-  for _, value in ipairs(redis.call('HVALS', KEYS[i])) do
-    local stamp, shards = tonumber(string.match(value, '^(%d+) ')), string.match(value, '"shards":(%d+)')
-    if stamp and math.abs(now - stamp) <= tonumber(ARGV[8]) and shards and shards ~= ARGV[7] then
-      return redis.error_reply('OTHERSHARDS ' .. shards)
-    end
-  end
-end
 for i = 1, 2 do
   if ARGV[1 + i] ~= '' then
     redis.call('HSET', KEYS[i], name, string.format('%d ', now) .. ARGV[1 + i])

@@ -2,8 +2,9 @@
 -- batcher ends, because none serves its model any more, has failed.
 -- ARGV: id of the task, the gateway's name, without spaces ('': it need not be told), now, the result of one whose time is
 --       over, ms that this is kept, 1 to be told where it stands, the receipt for its end
--- Returns: status, owner, ms, result, each nil if there is none; 1 if its time was over; then its model, its age in ms and its field;
---          if it waits, and that was asked for: model, how many of this shard go before it; -1 if it was taken
+-- Returns: status, owner, ms, result, each nil if there is none; 1 if its time was over; then its model, its age in ms and
+--          its field; if it waits, and that was asked for: model, how many of this shard go before it, -1 if it was taken;
+--          in any case, at the end, ms from its submission to its result, or until now; what its client calls itself
 local NAMES_BYTES_MAX = 4096
 
 -- Whether an entry was taken.
@@ -50,7 +51,7 @@ local function ahead_of(field, id, number, now)
 end
 
 local task, gateway, now = task_of(ARGV[1]), ARGV[2], clock(ARGV[3])
-local state = redis.call('HMGET', task, 's', 'o', 't', 'r', 'b', 'f', 'e', 'd', 'n')
+local state = redis.call('HMGET', task, 's', 'o', 't', 'r', 'b', 'f', 'e', 'd', 'n', 'c')
 local was_over, model, ahead = 0, nil, nil
 if state[1] == 'P' then
   -- It has its own deadline, or the part that its bytes count in ends soon after its time.
@@ -78,4 +79,7 @@ end
 if state[1] == 'P' and ARGV[6] == '1' then
   model, ahead = ahead_of(state[6], state[7], tonumber(state[9]), now)
 end
-return { state[1], state[2], state[3], state[4], was_over, model or false, ahead or false, state[6] }
+local age = state[1] and state[7] and (state[1] == 'P' and now or tonumber(state[3])) - ms_of(state[7]) or 0
+return {
+  state[1], state[2], state[3], state[4], was_over, model or false, ahead or false, state[6], age, state[10] or '',
+}

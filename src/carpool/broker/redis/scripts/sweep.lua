@@ -244,11 +244,10 @@ if ARGV[1] == '0' then
   for _, key in ipairs({ COUNTS, LANES, SIZES, OPENERS, LETTER_BODIES }) do
     heal(key, 'hash')
   end
-  for _, key in ipairs({ LEASED, IDLE, LETTERS, HOOKS, UNSURE }) do
+  for _, key in ipairs({ LEASED, IDLE, LETTERS, HOOKS, UNSURE, READ }) do
     heal(key, 'zset')
   end
   heal_numbers(COUNTS)
-  heal(READ, 'list')
 end
 write_also_without_memory(COUNTS)
 local next_part = ''

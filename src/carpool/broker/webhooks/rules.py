@@ -1,4 +1,6 @@
-"""Where webhooks may go. A URL comes from a client, so it may aim at what only this machine can reach (SSRF). Pure.
+"""Where webhooks may go, how they are signed, and when they are sent again. Pure.
+
+A URL comes from a client, so it may aim at what only this machine can reach (SSRF):
 
 1. A host is on the list, as it stands or below a `*.`; with the port that the list names, else with the scheme's own.
 2. `https`, unless `http` is allowed too. No user, no fragment, nothing that two parsers could read in two ways.
@@ -7,11 +9,22 @@
    all that IANA's registries of special-purpose addresses have beside: link-local, shared, multicast, reserved.
    An IPv4 address inside an IPv6 one counts as what it is.
 4. The registries are written down here: what `ipaddress` has of them differs from one release of Python to the next.
+
+After an attempt:
+
+5. 2xx: delivered. 410: the receiver wants no more of this, given up. Anything else, a redirect too, is sent again.
+6. Pauses double up to an hour, with jitter. A `Retry-After` makes a pause longer, never shorter; where it points
+   beyond the end, the last attempt is at the end.
+7. When the next attempt would come later than `retry_for_s` after the outcome, it is given up.
 """
 
+import base64
+import binascii
+import hmac
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
+from typing import Literal, NamedTuple
 
 import msgspec
 from yarl import URL
@@ -151,3 +164,81 @@ def _innermost(address: IPv4Address | IPv6Address) -> IPv4Address | IPv6Address:
     if address in _NAT64 or (int(address) >> 32 == 0 and int(address) > 1):  # ::a.b.c.d, long out of use
         return IPv4Address(int(address) & 0xFFFFFFFF)
     return address.ipv4_mapped or address.sixtofour or (address.teredo[1] if address.teredo else address)
+
+
+PREFIX = "whsec_"
+# What the Standard Webhooks specification (https://www.standardwebhooks.com) asks for.
+SECRET_BYTES_MIN, SECRET_BYTES_MAX = 24, 64
+
+
+def secret_of(text: str) -> bytes:
+    """The bytes of a secret as it is written in the configuration; raises ValueError, which does not quote it."""
+    try:
+        secret = base64.b64decode(text.removeprefix(PREFIX), validate=True)
+    except (binascii.Error, ValueError):
+        secret = b""
+    if not text.startswith(PREFIX) or not SECRET_BYTES_MIN <= len(secret) <= SECRET_BYTES_MAX:
+        raise ValueError(
+            f"a secret is `{PREFIX}` and the base64 of {SECRET_BYTES_MIN} to {SECRET_BYTES_MAX} random bytes, "
+            f"like that of `openssl rand -base64 32`"
+        )
+    return secret
+
+
+def signed_headers(webhook_id: str, timestamp: int, body: bytes, secrets: Sequence[bytes]) -> dict[str, str]:
+    """The headers that a receiver verifies: a signature with each secret, so that receivers survive a change of it."""
+    signatures = []
+    for secret in secrets:
+        signature = hmac.new(secret, b"%b.%d." % (webhook_id.encode(), timestamp), "sha256")
+        signature.update(body)  # apart: a long one is not copied
+        signatures.append(base64.b64encode(signature.digest()).decode())
+    return {
+        "webhook-id": webhook_id,
+        "webhook-timestamp": str(timestamp),
+        "webhook-signature": " ".join(f"v1,{signature}" for signature in signatures),
+    }
+
+
+PAUSE_S_MAX = 3600.0
+# Doubling ends long before.
+_DOUBLINGS_MAX = 30
+
+
+class Answered(NamedTuple):
+    """What a receiver said: a status, or why there is none."""
+
+    status: int
+    failure: str = ""
+    # Seconds; 0 if it does not say.
+    retry_after_s: float = 0.0
+
+
+class Verdict(NamedTuple):
+    """What becomes of the webhook after that."""
+
+    what: Literal["delivered", "failed", "given_up"]
+    # Until the next attempt.
+    pause_s: float = 0.0
+    # Why not delivered.
+    failure: str = ""
+
+
+def verdict(
+    answered: Answered, attempts: int, age_s: float, luck: float, *, backoff_s: float, retry_for_s: float
+) -> Verdict:
+    """Judge an attempt before which there were so many others; `luck` is between 0 and 1."""
+    if 200 <= answered.status < 300:
+        return Verdict("delivered")
+    failure = answered.failure or f"status {answered.status}"
+    if answered.status == 410:
+        return Verdict("given_up", failure=failure)
+    longest = min(PAUSE_S_MAX, backoff_s * (1 << min(attempts, _DOUBLINGS_MAX)))
+    pause_s, left_s = longest * (0.5 + 0.5 * luck), retry_for_s - age_s
+    if pause_s > left_s:
+        return Verdict("given_up", failure=failure)
+    return Verdict("failed", max(pause_s, min(answered.retry_after_s, left_s)), failure)
+
+
+def retry_after_of(header: str | None) -> float:
+    """Seconds in a Retry-After header; a date, or what is no number, counts as none."""
+    return float(header) if header and header.isascii() and header.isdigit() and len(header) < 10 else 0.0
