@@ -51,15 +51,12 @@ class Server(Protocol):
 
     def drain(self) -> None:
         """Say with every answer that this process leaves."""
-        ...
 
     def stop_listening(self) -> None:
         """Accept no new connection; those there are go on."""
-        ...
 
     async def finish(self, deadline: float) -> None:
         """Close idle connections at once and the others as their last answer leaves; past `deadline` all of them."""
-        ...
 
 
 class Faces:

@@ -29,15 +29,12 @@ class OtherParts(Protocol):
 
     def publish(self, part: LivePart) -> None:
         """Let the others have this one."""
-        ...
 
     def latest(self) -> Sequence[LivePart]:
         """The last one of each, as far as it is known, those of processes that are gone left out; asks for more."""
-        ...
 
     def members(self) -> int:
         """How many processes share the batches that an event may have."""
-        ...
 
 
 class NoOtherProcesses:

@@ -52,11 +52,9 @@ class Panel(Protocol):
 
     def state(self) -> dict[str, object]:
         """What the page shows of it."""
-        ...
 
     def plug(self, process: "Process") -> None:
         """The process serves."""
-        ...
 
 
 class Process(ABC):

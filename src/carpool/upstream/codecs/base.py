@@ -86,18 +86,15 @@ class Codec(Protocol):
 
     def encode(self, batch: Sequence[Request], call_id: str = "") -> UpstreamCall:
         """One call for a batch, in its order. All members have the same model, parameters and lane."""
-        ...
 
     def decode(self, answer: UpstreamResponse, batch: Sequence[Request], call_id: str = "") -> Sequence[Decoded]:
         """One part for each member, in their order; raises ProtocolFaultError, also when their number differs.
 
         So does an answer that bears the id of another call.
         """
-        ...
 
     def classify(self, answer: UpstreamResponse, size: int, call_id: str = "") -> Refusal:
         """What an answer with an error status means for a batch of `size`."""
-        ...
 
     def binary_input(self, data: bytes) -> bytes:
         """Binary input as this protocol has it, JSON or packed; raises core.errors.Malformed if it has none."""
