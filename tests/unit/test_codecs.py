@@ -21,7 +21,7 @@ from carpool.testing import Witness, make_request
 from carpool.upstream.call_ids import CallIds, is_for_another_call
 from carpool.upstream.codecs import Codec, JsonCodec, KServeV1Codec, ProtocolFaultError, make_codec
 from carpool.upstream.codecs.base import TOKENS_MAX, apportion
-from carpool.upstream.codecs.v2_messages import decode_response, encode_request
+from carpool.upstream.codecs.kserve_v2_grpc import decode_response, encode_request
 from carpool.upstream.endpoint import AttemptFailedError, UpstreamCall, UpstreamResponse
 from carpool.upstream.grpc_endpoint import GrpcEndpoint
 from support.processes import PATIENCE_S, until

@@ -100,7 +100,9 @@ class TestOrigins:
     )
     def test_anything_else_is_refused(self, text: str) -> None:
         told = refusal(toml=f'[gateway]\ncors_origins = ["{text}"]')
-        assert told.startswith("gateway.cors_origins (carpool.toml) must be a list of origins like https://app.example.com")
+        assert told.startswith(
+            "gateway.cors_origins (carpool.toml) must be a list of origins like https://app.example.com"
+        )
 
 
 class TestPrecedence:
