@@ -110,10 +110,6 @@ class Process(ABC):
         """Make the parts of this role, in the order in which they start. They drain in the reverse order."""
 
     @abstractmethod
-    def expire(self) -> None:
-        """Look at the deadlines."""
-
-    @abstractmethod
     def snapshot(self) -> Snapshot:
         """What operators see."""
 

@@ -13,12 +13,7 @@ __all__ = [
     "Codec",
     "JsonCodec",
     "KServeV1Codec",
-    "KServeV2Codec",
-    "KServeV2GrpcCodec",
-    "OpenAiCompletionsCodec",
-    "OpenAiEmbeddingsCodec",
     "ProtocolFaultError",
-    "TeiEmbedCodec",
     "TensorCodec",
     "make_codec",
 ]

@@ -82,11 +82,9 @@ class TensorCodec(Codec):
 
 def forms_of(batch: Sequence[Request]) -> list[Form | None]:
     """The form in which each member has its outputs. A request that has ended needs none."""
-    return [None if request.phase == DONE else _form_of(request) for request in batch]
-
-
-def _form_of(request: Request) -> Form:
-    return "data" if request.prepared is None else request.prepared.form
+    inputs: list[TensorInput | None] = [request.prepared for request in batch]
+    forms: list[Form] = ["data" if each is None else each.form for each in inputs]
+    return [None if request.phase == DONE else form for request, form in zip(batch, forms, strict=True)]
 
 
 class _OutputParameters(msgspec.Struct):
