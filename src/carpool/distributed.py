@@ -38,6 +38,10 @@ class RedisProcess(Process):
         """What this process tells the others of itself."""
 
     @abstractmethod
+    def expire(self) -> None:
+        """Look at the deadlines."""
+
+    @abstractmethod
     def mode(self) -> Mode:
         """How requests are served now."""
 

@@ -126,10 +126,6 @@ class EmbeddedProcess(Process):
     def _keep_result(self, key: SameKey, output: Output) -> None:
         self.admission.results.keep(key, output, self.runtime.clock())
 
-    def expire(self) -> None:
-        """Look at the deadlines."""
-        self.engine.expire()
-
     def check_ready(self, answer: Callable[[str | None], None]) -> None:
         """Ready when an endpoint accepts a connection and this process does not drain; else the reason why not."""
         if self.runtime.draining:

@@ -14,9 +14,8 @@ from carpool.batching.policy import make_policy
 from carpool.broker.memory import MemoryBroker
 from carpool.core.clock import Clock, monotonic
 from carpool.core.errors import CarpoolError, QueueFull
-from carpool.core.outcome import Outcome
 from carpool.core.ports import CallTraces, DeadLetters, FetchedQueue, LaneCounts, OtherBatchers, Sharing, Slots
-from carpool.core.request import Request
+from carpool.core.request import DONE, Nobody, Request
 from carpool.core.snapshot import ModelNumbers, ModelState
 from carpool.core.tensors import is_packed
 from carpool.face.intake import ServedModel, ServedTensors
@@ -113,7 +112,7 @@ class ModelFace:
         if limits.input_bytes_max or limits.deny_patterns:
             # On admission alone: what was let in once is not refused later because the rules have changed.
             policy = InputPolicy(limits.input_bytes_max, limits.deny_patterns)
-            prepare = checked_first(policy, prepare)
+            prepare = partial(self._check_and_prepare, policy)
         return ServedModel(
             self.name,
             self.body_bytes_max,
@@ -126,25 +125,16 @@ class ModelFace:
             bytes_out(self._bytes_as),
         )
 
+    def _check_and_prepare(self, policy: InputPolicy, request: Request) -> None:
+        policy.check(request)
+        self.prepare(request)
+
     def served_tensors(self) -> ServedTensors | None:
         """What is known of its tensors; None if it takes none."""
         if not isinstance(self.codec, TensorCodec):
             return None
         known = self.codec.defaults
         return ServedTensors(self.codec.model_version, known.name, known.datatype, known.shape)
-
-
-def checked_first(policy: InputPolicy, prepare: Prepare | None) -> Prepare:
-    """`prepare` for requests whose input is allowed; raises InputDenied for the others."""
-    if prepare is None:
-        return policy.check
-    then = prepare
-
-    def check_and_prepare(request: Request) -> None:
-        policy.check(request)
-        then(request)
-
-    return check_and_prepare
 
 
 class SharedSlots:
@@ -372,23 +362,22 @@ class ModelService(ModelFace):
 
     async def prove(self) -> None:
         """Send `probe_input`, as a client would, again and again until a call is answered."""
+        probe = self.probe_input
+        request: Request | None = None
         while self.is_unproven() and not self.loop.draining:
-            now, told = self._clock(), asyncio.get_running_loop().create_future()
-            until = now + self.timeout_s + PROVE_S
-            # Held by this, it is not counted among the requests of clients.
-            request = Request(
-                "probe", self.name, b"", self.probe_input, len(self.probe_input), 0, now, now, inf, until, Told(told)
-            )
-            request.held_by = self
-            try:
-                self.prepare(request)
-            except CarpoolError as error:
-                logger.error("upstream.probe_input cannot be sent to %s: %s", self.name, error.detail)
-                return
-            self._broker.hold(request)
-            self._broker.enqueue(request)
-            await told
-            await asyncio.sleep(0 if self.pool.is_proven else PROVE_S)
+            if request is None or request.phase == DONE:
+                now = self._clock()
+                until = now + self.timeout_s + PROVE_S
+                request = Request("probe", self.name, b"", probe, len(probe), 0, now, now, inf, until, Nobody())
+                request.held_by = self  # so it is not counted among the requests of clients
+                try:
+                    self.prepare(request)
+                except CarpoolError as error:
+                    logger.error("upstream.probe_input cannot be sent to %s: %s", self.name, error.detail)
+                    return
+                self._broker.hold(request)
+                self._broker.enqueue(request)
+            await asyncio.sleep(PROVE_S)
 
     def state(self) -> ModelState:
         """What `/internal/fleet` shows of this model."""
@@ -462,18 +451,6 @@ class ModelService(ModelFace):
                 for result, number in (("ok", member.succeeded), ("failed", member.failed))
             },
         )
-
-
-class Told:
-    """Waits for the outcome of a request, whatever it is."""
-
-    def __init__(self, future: "asyncio.Future[None]") -> None:
-        self._future = future
-
-    def settled(self, request: Request, outcome: Outcome) -> None:
-        """The request has its outcome."""
-        if not self._future.done():
-            self._future.set_result(None)
 
 
 def addresses(model: Model) -> list[Address]:

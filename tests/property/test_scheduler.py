@@ -13,7 +13,7 @@ from carpool.core.errors import InternalError, UpstreamFailed
 from carpool.core.outcome import CallFacts, Output
 from carpool.core.request import DONE, QUEUED, RUNNING, Request
 from carpool.testing import FakeClock, FakeUpstream, Witness, make_request
-from carpool.upstream.codecs.base import Refusal, RefusalKind
+from carpool.upstream.codecs.refusals import Refusal, RefusalKind
 from carpool.upstream.pool import Pool
 from carpool.upstream.quarantine import Quarantine
 from carpool.upstream.scheduler import (

@@ -6,7 +6,7 @@ import tomllib
 import pytest
 
 from carpool.settings import Settings, models_of
-from carpool.settings.dump import changes_toml
+from carpool.settings.loading import changes_toml
 from carpool.settings.schema import UpstreamSettings
 from carpool.tools.api_checks import (
     ELEMENTS_MAX,

@@ -28,8 +28,8 @@ from carpool.settings import (
     require_upstream,
     warnings_of,
 )
-from carpool.settings.endpoints import ENDPOINTS_MAX, expand_endpoints
 from carpool.settings.keys import FLAGS, KEYS, VARIABLES, model_keys, section_keys
+from carpool.settings.resolution import ENDPOINTS_MAX, expand_endpoints
 from carpool.settings.schema import TierSettings
 from carpool.upstream.load import parse_load_source
 from carpool.upstream.tls import UpstreamSecurity
@@ -101,7 +101,9 @@ class TestOrigins:
     )
     def test_anything_else_is_refused(self, text: str) -> None:
         told = refusal(toml=f'[gateway]\ncors_origins = ["{text}"]')
-        assert told.startswith("gateway.cors_origins (carpool.toml) must have origins like https://app.example.com")
+        assert told.startswith(
+            "gateway.cors_origins (carpool.toml) must be a list of origins like https://app.example.com"
+        )
 
 
 class TestPrecedence:
@@ -257,7 +259,7 @@ class TestCredentials:
         [
             ("[keys.a]\ntier = 'paid'", "keys.a.sha256 (carpool.toml) is missing"),
             ("[keys.a]\nsha256 = 'cp_canary'", "keys.a.sha256 (carpool.toml) must be a SHA-256 in hex"),
-            ("[keys.a]\nsha256 = ['cp_canary']", "keys.a.sha256 (carpool.toml) must be text"),
+            ("[keys.a]\nsha256 = ['cp_canary']", "keys.a.sha256 (carpool.toml) must be a SHA-256"),
             ("[keys]\na = 'cp_canary'", "keys.a (carpool.toml) must be a table"),
             ("keys = ['cp_canary']", "keys (carpool.toml) must be a table"),
             ("[keys.a]\nsha256 = '@'\nper_minute = 1_000_000_001", "keys.a.per_minute (carpool.toml) must be"),
@@ -277,7 +279,7 @@ class TestCredentials:
                 "[auth]\nmode = 'both'\njwt_file = 'canary'",
                 "auth.jwt_file (carpool.toml) must be a file with keys: No such",
             ),
-            ("[auth]\nmode = 'jwt'\njwt_file = 'carpool.toml'\njwt_algorithms = ['none']", "not 'none'"),
+            ("[auth]\nmode = 'jwt'\njwt_file = 'carpool.toml'\njwt_algorithms = ['none']", "not ['none']"),
             ("[auth]\nmode = 'jwt'\njwt_file = 'carpool.toml'\njwt_algorithms = ['ES256']", "neither a JSON"),
             ("[auth]\nmode = 'open'", '"off", "keys", "jwt" or "both"'),
         ],
@@ -588,9 +590,9 @@ class TestLoad:
     @pytest.mark.parametrize(
         ("toml", "part"),
         [
-            ("[upstream]\nload_header = 'X Load'", "upstream.load_header (carpool.toml) must name a header"),
+            ("[upstream]\nload_header = 'X Load'", "upstream.load_header (carpool.toml) must be the name of a header"),
             ("[models.a]\nload_metrics_url = '/m'", "models.a.load_metrics_url (carpool.toml) must look like"),
-            ("[models.a]\nload_header = ':'", "models.a.load_header (carpool.toml) must name a header"),
+            ("[models.a]\nload_header = ':'", "models.a.load_header (carpool.toml) must be the name of a header"),
         ],
     )
     def test_what_does_not_go(self, toml: str, part: str) -> None:

@@ -139,7 +139,7 @@ def _progress() -> Iterator[Callable[[str], None]]:
 
 def _changes(findings: "Sequence[Finding]", flags: Mapping[str, Any]) -> dict[str, Any]:
     """The settings to change, with those of the command line, so that a file has all; {} if none has to change."""
-    from carpool.settings.dump import without_secrets
+    from carpool.settings.loading import without_secrets
 
     found: dict[str, Any] = {path: value for finding in findings for path, value in finding.changes}
     given = {path: value for path, value in flags.items() if value is not None}
@@ -162,7 +162,7 @@ def _print_json(findings: "Sequence[Finding]", changes: Mapping[str, Any]) -> No
 
 def _print_changes(changes: Mapping[str, Any]) -> None:
     if changes:
-        from carpool.settings.dump import changes_toml
+        from carpool.settings.loading import changes_toml
 
         typer.echo("\nFor carpool.toml (where it has such a table already, put the lines into that one):\n")
         typer.echo(changes_toml(changes))

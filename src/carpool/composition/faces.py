@@ -51,15 +51,12 @@ class Server(Protocol):
 
     def drain(self) -> None:
         """Say with every answer that this process leaves."""
-        ...
 
     def stop_listening(self) -> None:
         """Accept no new connection; those there are go on."""
-        ...
 
     async def finish(self, deadline: float) -> None:
         """Close idle connections at once and the others as their last answer leaves; past `deadline` all of them."""
-        ...
 
 
 class Faces:
@@ -74,7 +71,7 @@ class Faces:
         intake = admission.intake
         routes = GatewayRoutes(
             intake,
-            face_settings(settings),
+            HttpFaceSettings(WAIT_MS_MAX, settings.tasks.forget_after_read),
             gateway_openapi(
                 list(runtime.models),
                 settings.model,
@@ -213,12 +210,6 @@ async def close_server(server: Server) -> None:
     """Close whatever is open, now."""
     server.stop_listening()
     await server.finish(0.0)
-
-
-def face_settings(settings: Settings) -> HttpFaceSettings:
-    """What the HTTP face must know of the configuration."""
-    tasks = settings.tasks
-    return HttpFaceSettings(WAIT_MS_MAX, tasks.forget_after_read)
 
 
 def http_limits(settings: Settings, models: Sequence[ModelFace]) -> HttpLimits:

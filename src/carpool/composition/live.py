@@ -29,30 +29,12 @@ class OtherParts(Protocol):
 
     def publish(self, part: LivePart) -> None:
         """Let the others have this one."""
-        ...
 
     def latest(self) -> Sequence[LivePart]:
         """The last one of each, as far as it is known, those of processes that are gone left out; asks for more."""
-        ...
 
     def members(self) -> int:
         """How many processes share the batches that an event may have."""
-        ...
-
-
-class NoOtherProcesses:
-    """No others."""
-
-    def publish(self, part: LivePart) -> None:
-        """There is no other process to have it."""
-
-    def latest(self) -> Sequence[LivePart]:
-        """There are none."""
-        return ()
-
-    def members(self) -> int:
-        """This one alone."""
-        return 1
 
 
 class Watch:
@@ -71,7 +53,8 @@ class Watch:
         self._lanes = lanes
         self._role = role
         self.name = "this process"
-        self.others: OtherParts = NoOtherProcesses()
+        # None: this process is alone.
+        self.others: OtherParts | None = None
         # Another process of the fleet has viewers.
         self._is_wanted = False
         # What the demo adds.
@@ -130,15 +113,15 @@ class Watch:
         if self._collector is None:
             return
         part = self._cut(self._collector)
-        if self._is_wanted:
+        if self._is_wanted and self.others is not None:
             self.others.publish(part)
         if self._merger is not None:
-            parts = [part, *(each for each in self.others.latest() if each.name != part.name)]
-            self._last = self._encode(self._merger, parts)
+            others = [] if self.others is None else self.others.latest()
+            self._last = self._encode(self._merger, [part, *(each for each in others if each.name != part.name)])
             self.viewers.show(self._last)
 
     def _cut(self, collector: Collector) -> LivePart:
-        batches_max = max(1, BATCHES_MAX // self.others.members())
+        batches_max = BATCHES_MAX if self.others is None else max(1, BATCHES_MAX // self.others.members())
         now = self._runtime.clock()
         return collector.cut(self.name, self._role, self._snapshot(), self._lanes(), now, batches_max)
 

@@ -52,11 +52,9 @@ class Panel(Protocol):
 
     def state(self) -> dict[str, object]:
         """What the page shows of it."""
-        ...
 
     def plug(self, process: "Process") -> None:
         """The process serves."""
-        ...
 
 
 class Process(ABC):
@@ -110,10 +108,6 @@ class Process(ABC):
     @abstractmethod
     async def plug(self) -> Sequence[Part]:
         """Make the parts of this role, in the order in which they start. They drain in the reverse order."""
-
-    @abstractmethod
-    def expire(self) -> None:
-        """Look at the deadlines."""
 
     @abstractmethod
     def snapshot(self) -> Snapshot:

@@ -38,11 +38,9 @@ class LaneQueue(Protocol):
 
     def oldest(self) -> float:
         """When the longest-waiting request arrived. Only for a lane with `waiting` > 0."""
-        ...
 
     def place(self) -> float:
         """Where the lane stands among others: the smallest goes first. Only for a lane with `waiting` > 0."""
-        ...
 
 
 class LaneCounts(Protocol):
@@ -51,19 +49,15 @@ class LaneCounts(Protocol):
     @property
     def batch_max(self) -> int:
         """Requests that a batch has at most."""
-        ...
 
     def by_tier(self) -> list[int]:
         """By tier: in how many lanes synchronous requests of this tier, or of higher ones, wait."""
-        ...
 
     def opened_by(self, owner: str) -> int:
         """How many of them this owner opened."""
-        ...
 
     def waiting_in(self, lane_key: bytes) -> int:
         """How many wait in a lane."""
-        ...
 
 
 class QueueStats(Protocol):
@@ -72,35 +66,28 @@ class QueueStats(Protocol):
     @property
     def waiting(self) -> int:
         """Requests that wait."""
-        ...
 
     @property
     def cost(self) -> float:
         """What they cost together: 1 each, and 1 for every 4,096 bytes of input."""
-        ...
 
     @property
     def owners(self) -> int:
         """Owners of whom some wait."""
-        ...
 
     def of(self, owner: str) -> int:
         """Requests of one owner that wait."""
-        ...
 
     def late_of(self, owner: str) -> int:
         """Requests of one owner that wait and came in late, with a burst."""
-        ...
 
     @property
     def late(self) -> int:
         """How many wait that came in late."""
-        ...
 
     @property
     def late_owners(self) -> int:
         """Owners of these."""
-        ...
 
 
 class Outcomes(Protocol):
@@ -108,11 +95,9 @@ class Outcomes(Protocol):
 
     def settle(self, request: Request, outcome: Outcome) -> bool:
         """Give a request its one outcome; false if it has one already."""
-        ...
 
     def settle_batch(self, batch: Sequence[Request], outputs: Sequence[Output]) -> None:
         """Settle the members of a batch, each with its own output; as many outputs as members, or ValueError."""
-        ...
 
 
 class Cancels(Protocol):
@@ -120,7 +105,6 @@ class Cancels(Protocol):
 
     def cancel(self, request: Request) -> None:
         """The client left: never send it if it has not been sent yet, discard its result otherwise."""
-        ...
 
 
 class RequestQueue(Cancels, Protocol):
@@ -128,11 +112,9 @@ class RequestQueue(Cancels, Protocol):
 
     def submit(self, request: Request) -> CarpoolError | None:
         """Queue the request, or say why not. Its outcome comes through `request.settle`."""
-        ...
 
     def refusal_of_all(self, requests: Sequence[Request]) -> CarpoolError | None:
         """Why there is no room for all requests of one call; None if there is, as far as this process knows."""
-        ...
 
 
 class CountingQueue(RequestQueue, Protocol):
@@ -141,20 +123,16 @@ class CountingQueue(RequestQueue, Protocol):
     @property
     def outcomes(self) -> Counter[str]:
         """What became of requests, by code."""
-        ...
 
     @property
     def waited(self) -> Histogram:
         """How long requests waited for a slot."""
-        ...
 
     def queue_stats(self, model: str, tier: int) -> QueueStats:
         """The synchronous requests of a model and a tier that are in it, and their owners."""
-        ...
 
     def expire(self, now: float) -> None:
         """Look at the deadlines."""
-        ...
 
 
 class Returns(Outcomes, Protocol):
@@ -162,11 +140,9 @@ class Returns(Outcomes, Protocol):
 
     def rest(self, request: Request) -> None:
         """A request that was taken runs no more, and does not wait yet either; `put_back` lets it wait again."""
-        ...
 
     def put_back(self, requests: Sequence[Request]) -> None:
         """Let requests that were taken wait again, before requests that came after them."""
-        ...
 
 
 class OtherBatchers(Protocol):
@@ -174,18 +150,15 @@ class OtherBatchers(Protocol):
 
     def are_well(self) -> bool:
         """Whether one of them has an endpoint that works."""
-        ...
 
     def may_serve(self, request: Request, *, for_verdict: bool = False) -> bool:
         """Whether a request may go back to the queue, because another batcher has an endpoint that works.
 
         `for_verdict`: its input would be blamed, and a second endpoint is asked first, once.
         """
-        ...
 
     def had(self, request: Request) -> bool:
         """Whether one of them has given a request back."""
-        ...
 
 
 class Broker(RequestQueue, Outcomes, Protocol):
@@ -193,7 +166,6 @@ class Broker(RequestQueue, Outcomes, Protocol):
 
     def lanes(self, model: str) -> Iterable[LaneQueue]:
         """The lanes of one model in which requests wait."""
-        ...
 
     def take(
         self, lane: LaneQueue, count: int, now: float, bytes_max: float = inf, room_bytes: float = inf
@@ -203,19 +175,15 @@ class Broker(RequestQueue, Outcomes, Protocol):
         Together they have at most `bytes_max` bytes, but for a first one that is larger: it comes alone. A request with
         more than `room_bytes` stays where it is, and so do those behind it.
         """
-        ...
 
     def bytes_running(self, model: str) -> int:
         """Bytes of the inputs of one model that were taken and have no outcome yet."""
-        ...
 
     def when_bytes_free(self, model: str, notify: Callable[[], None]) -> None:
         """Have `notify` called when `bytes_running` of `model` has become less."""
-        ...
 
     def when_work_arrives(self, model: str, arrived: Callable[[LaneQueue], None]) -> None:
         """Have `arrived(lane)` called when a request of `model` has come into a lane."""
-        ...
 
 
 class Availability(Protocol):
@@ -230,19 +198,15 @@ class Availability(Protocol):
 
     def takes_probe(self, request: Request) -> bool:
         """While it is down: whether this one request may come in all the same, to try an endpoint with."""
-        ...
 
     def is_shut_to(self, owner: str) -> bool:
         """Whether no endpoint may be called for this owner."""
-        ...
 
     def retry_after_s(self) -> int:
         """While it is down: whole seconds until it is tried again."""
-        ...
 
     def has_never_worked(self) -> bool:
         """Whether no endpoint has answered a call well, though some were made."""
-        ...
 
 
 class Slots(Protocol):
@@ -250,23 +214,18 @@ class Slots(Protocol):
 
     def total(self) -> int:
         """Slots of the endpoints in use."""
-        ...
 
     def free(self) -> int:
         """Slots that could take a batch now."""
-        ...
 
     def free_for_quarantined(self) -> int:
         """Slots that could take a batch of quarantined owners now."""
-        ...
 
     def is_quarantined_due(self) -> bool:
         """Whether quarantined owners have waited so long that a batch of them goes before others."""
-        ...
 
     def when_slot_frees(self, notify: Callable[[], None]) -> None:
         """Have `notify` called when a slot becomes free."""
-        ...
 
 
 class FetchedQueue(Protocol):
@@ -274,19 +233,15 @@ class FetchedQueue(Protocol):
 
     def unread(self) -> int:
         """Requests that wait there, as far as is known."""
-        ...
 
     def unread_s(self) -> float:
         """How long ago that was known."""
-        ...
 
     def batch_is_due(self) -> None:
         """The next batch is due: what it is made of may have to be fetched."""
-        ...
 
     def call_time_is_known(self) -> None:
         """The first batch has ended: now it is known how long one takes."""
-        ...
 
 
 class Dispatcher(Protocol):
@@ -294,11 +249,9 @@ class Dispatcher(Protocol):
 
     def batch_max(self, lane: LaneQueue, max_batch: int) -> int:
         """The most requests of a lane that should be in a batch now, at most `max_batch`."""
-        ...
 
     def dispatch(self, batch: list[Request], notify: Callable[[float], None]) -> None:
         """Take a free slot (there is one), make the call in the background; `notify(seconds)` when it has ended."""
-        ...
 
 
 class DeadLetters(Protocol):
@@ -310,7 +263,6 @@ class DeadLetters(Protocol):
         To be called before it is settled, whatever the error: which ones are kept is a setting. A task needs no call:
         it becomes a dead letter together with its outcome.
         """
-        ...
 
 
 class DeadLetterDesk(Protocol):
@@ -318,31 +270,24 @@ class DeadLetterDesk(Protocol):
 
     async def page(self, after: int, limit: int) -> list[DeadLetterSummary]:
         """Dead letters with an id above `after`, the oldest first."""
-        ...
 
     def total(self) -> int:
         """How many are kept."""
-        ...
 
     async def show(self, letter_id: int) -> StoredDeadLetter:
         """One dead letter, whole."""
-        ...
 
     async def replay(self, letter_id: int) -> Replayed:
         """Make one a task again."""
-        ...
 
     async def replay_all(self, cause: str | None) -> ReplayReport:
         """Make all there are now, or those of one cause, tasks again."""
-        ...
 
     async def drop(self, letter_id: int) -> None:
         """Remove one."""
-        ...
 
     async def drop_all(self) -> int:
         """Remove all; returns how many."""
-        ...
 
 
 class TaskBoard(Protocol):
@@ -350,7 +295,6 @@ class TaskBoard(Protocol):
 
     def submit(self, request: Request, accepted: Callable[[CarpoolError | None], None]) -> None:
         """Accept a task: `accepted(None)` once it is safe, or `accepted(error)`."""
-        ...
 
     def look(
         self,
@@ -365,15 +309,12 @@ class TaskBoard(Protocol):
         `answer` returns False if the client had left: with `forget`, a finished task is then kept. For a caller that
         may not see a task, it does not exist.
         """
-        ...
 
     def leave(self, ticket: Any) -> None:
         """The caller of `look` does not wait any more."""
-        ...
 
     def delete(self, caller: "Caller", task_id: str, done: Callable[[CarpoolError | None], None]) -> None:
         """Cancel, discard or forget a task; for a caller that may not see it, it does not exist."""
-        ...
 
 
 class RateLimit(msgspec.Struct, frozen=True):
@@ -438,15 +379,12 @@ class Results(Protocol):
     @property
     def numbers(self) -> Container[int]:
         """The hashes of keys under which there may be one: with others `find` need not be called."""
-        ...
 
     def find(self, key: SameKey, now: float) -> Output | None:
         """The result under this key, if there is one."""
-        ...
 
     def keep(self, key: SameKey, output: Output, now: float, age_s: float = 0.0) -> None:
         """Keep a result that came `age_s` ago."""
-        ...
 
 
 class FarResults(Protocol):
@@ -454,11 +392,9 @@ class FarResults(Protocol):
 
     def look(self, key: bytes, found: Callable[[Output | None, float], None]) -> None:
         """Have `found` called with the result and its age in seconds, or None: once, soon, not before this returns."""
-        ...
 
     def keep(self, key: bytes, output: Output) -> bool:
         """Keep a result, so that `look` finds it; False if that is not possible now, or not for this one."""
-        ...
 
 
 class Sharing(Protocol):
@@ -466,7 +402,6 @@ class Sharing(Protocol):
 
     def ask(self, request: Request, options: "RequestOptions") -> CarpoolError | None:
         """Let a synchronous request in, or say why not. It may have its outcome when this returns."""
-        ...
 
     def needing(
         self, requests: Sequence[Request], options: "RequestOptions", told: Callable[[Sequence[Request]], None]
@@ -475,17 +410,14 @@ class Sharing(Protocol):
 
         Once: at once, or soon, where Redis has to be asked for results. Then the caller lets each in with `ask`.
         """
-        ...
 
     def submit(
         self, request: Request, options: "RequestOptions", accepted: Callable[[CarpoolError | None], None]
     ) -> None:
         """Let a task in: `accepted(None)` once it is safe, or `accepted(error)`."""
-        ...
 
     def own(self, request: Request) -> Request:
         """The request that shows how this client is served, where several clients share one."""
-        ...
 
 
 class Peer(msgspec.Struct, eq=False):
@@ -507,7 +439,6 @@ class EarlyRefusals(Protocol):
 
     def refusal(self, caller: Caller) -> CarpoolError | None:
         """Why a request of this caller is refused, whatever is in its body; None if it is not, as far as is known."""
-        ...
 
 
 # Header lines that show a caller what is left of its limit (b"": it has none), or the error why it does not come in.
@@ -519,15 +450,12 @@ class RateLimits(Protocol):
 
     def enter(self, caller: Caller) -> LimitVerdict | None:
         """One more request of this caller. None: that is not known yet; then `when_known` must be called at once."""
-        ...
 
     def enter_many(self, caller: Caller, cost: int) -> LimitVerdict | None:
         """The same for a call that counts as `cost` requests: all of it comes in, or nothing."""
-        ...
 
     def when_known(self, caller: Caller, known: Callable[[LimitVerdict], None], cost: int = 1) -> None:
         """Have `known` called, later and once, with the verdict that `enter`, or `enter_many`, did not have."""
-        ...
 
 
 class RateAsk(NamedTuple):
@@ -560,7 +488,6 @@ class RateBudget(Protocol):
 
     def ask(self, asks: Sequence[RateAsk], told: Callable[[str, RateTold | None], None]) -> None:
         """Have `told` called once for each of these owners, later, and soon: with None if no answer comes."""
-        ...
 
 
 class RequestTraces(Protocol):
@@ -568,7 +495,6 @@ class RequestTraces(Protocol):
 
     def begin(self, headers: dict[bytes, bytes]) -> Trace | None:
         """The trace of a new request with these headers (names in lower case); None: it is not kept."""
-        ...
 
     def refused(
         self,
@@ -582,7 +508,6 @@ class RequestTraces(Protocol):
 
         `route`, where it did not come over HTTP: `service/method` of gRPC, or "" for a message of a stream.
         """
-        ...
 
 
 class CallTraces(Protocol):
@@ -592,11 +517,9 @@ class CallTraces(Protocol):
         self, members: Sequence[Request], endpoint: str, attempt: int, now: float, *, is_search: bool
     ) -> CallTrace | None:
         """A call with these begins. Its headers are for the endpoint; None where batches have no ids."""
-        ...
 
     def call_ended(self, members: Sequence[Request], call: CallTrace) -> None:
         """How it ended has been written down."""
-        ...
 
 
 class Admission(RateLimits, Protocol):
@@ -604,27 +527,21 @@ class Admission(RateLimits, Protocol):
 
     def identify(self, headers: dict[bytes, bytes], peer: Peer) -> Caller:
         """The caller behind a request with these headers, which came over the connection to `peer`; raises why not."""
-        ...
 
     # None: which requests are refused depends on what is in the body.
     early: "EarlyRefusals | None"
 
     def hold(self, request: Request, concurrent: int) -> CarpoolError | None:
         """Count a synchronous request among the `concurrent` that its owner may have at once, or say why not."""
-        ...
 
     def hold_all(self, requests: Sequence[Request], concurrent: int) -> CarpoolError | None:
         """The same for the requests of one call: all of them, or none."""
-        ...
 
     def admit(self, request: Request) -> CarpoolError | None:
         """Let a synchronous request in, or say why not."""
-        ...
 
     def judge_all(self, requests: Sequence[Request]) -> CarpoolError | None:
         """Why the requests of one call are not let in, all of them; if they are, `admit` must let each in at once."""
-        ...
 
     def admit_task(self, request: Request, accepted: Callable[[CarpoolError | None], None]) -> None:
         """Let a task in: `accepted(None)` once it is safe, or `accepted(error)`."""
-        ...

@@ -39,7 +39,6 @@ class Waiter(Protocol):
 
     def settled(self, request: "Request", outcome: Outcome) -> None:
         """Take the outcome of `request`; called exactly once for each request."""
-        ...
 
 
 class Permit(Protocol):
@@ -47,7 +46,6 @@ class Permit(Protocol):
 
     def give_back(self) -> None:
         """The place is free again; called exactly once for each request that has one."""
-        ...
 
 
 class Request(msgspec.Struct, eq=False):

@@ -45,34 +45,27 @@ class Outbox(Protocol):
 
     def waiting(self) -> tuple[int, int]:
         """How many wait, and what they count in bytes."""
-        ...
 
     async def claim(self, limit: int, lease_s: float, host_max: int, busy: Mapping[str, int]) -> list[DueWebhook]:
         """Some that are due, the oldest of each host first: no other caller gets them before the lease is over.
 
         For each host at most `host_max`, minus those it is `busy` with; webhooks behind these are found too.
         """
-        ...
 
     async def read(self, webhook: DueWebhook) -> StoredTask | None:
         """The outcome; None if it is gone."""
-        ...
 
     async def remove(self, webhook: DueWebhook) -> None:
         """The webhook was delivered, or given up."""
-        ...
 
     async def put_back(self, webhook: DueWebhook, in_s: float, failure: str | None) -> None:
         """Let it be due again; without a failure it was not sent, and that is no attempt."""
-        ...
 
     async def page(self, limit: int) -> list[WebhookState]:
         """Some of the webhooks that wait, the next first."""
-        ...
 
     async def retry(self, task_id: str | None) -> int:
         """Let one webhook, or all, be due now, but for those that are being sent; how many there were."""
-        ...
 
 
 def host_of(url: str) -> str:

@@ -1,9 +1,8 @@
 """The configuration: what there is to set (`schema.py`), how it is read, and what each model makes of it."""
 
 from carpool.settings.checks import check_name, require_broker, require_for, require_upstream, warnings_of
-from carpool.settings.dump import dump_toml
 from carpool.settings.errors import ConfigError
-from carpool.settings.loading import load_settings
+from carpool.settings.loading import dump_toml, load_settings
 from carpool.settings.resolution import (
     Model,
     admin_port,

@@ -7,15 +7,12 @@ from importlib.util import find_spec
 
 import msgspec
 
-from carpool.admission.input_policy import BadPatternError, compile_patterns
+from carpool.admission.input_policy import compile_patterns
 from carpool.admission.owners import parse_network
-from carpool.core.api_key import is_digest, owner_fault
+from carpool.core.api_key import owner_fault
 from carpool.core.names import Role, TlsFiles
-from carpool.settings.endpoints import GRPC_ENDPOINTS, PLAIN_ENDPOINTS
 from carpool.settings.errors import ConfigError, faults_at, shown
 from carpool.settings.resolution import (
-    HEADER_NAME,
-    Model,
     Where,
     admin_port,
     broker_address,
@@ -29,22 +26,17 @@ from carpool.settings.resolution import (
     total_timeout_s,
 )
 from carpool.settings.schema import (
+    NAME_PATTERN,
+    NAME_WORDS,
     BrokerSettings,
     GatewaySettings,
     ModelSettings,
     Settings,
-    TracingSettings,
     UpstreamSettings,
     WebhookSettings,
 )
 from carpool.upstream.load import parse_load_source
 from carpool.upstream.tls import UpstreamSecurity, read_file, read_header_value, read_token
-
-_NAME = re.compile(r"[A-Za-z0-9._:/-]{1,128}")
-_TOKEN = re.compile(r"[\x21-\x7e]+")
-_RECEIVER = re.compile(r"https?://[^\s/?#@]+(?:/[^\s?#]*)?")
-_HEADER = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+=[\x20-\x7e]*[\x21-\x7e]")
-_ORIGIN = re.compile(r"\*|https?://[a-z0-9.-]+(?::[0-9]{1,5})?|https?://\[[0-9a-f:.]+\](?::[0-9]{1,5})?")
 
 
 def require_upstream(settings: Settings) -> None:
@@ -76,20 +68,23 @@ def require_for(role: Role, settings: Settings) -> None:
 
 def check_together(settings: Settings, where: Where) -> None:
     """Raise ConfigError where the settings do not go together, or a file cannot be used."""
-    check_name(settings.model, where("model"))
     if settings.models and settings.model not in settings.models:
         raise ConfigError(f"{where('model')} must be one of the configured: {', '.join(settings.models)}")
-    if settings.tasks.journal and not settings.tasks.data_dir:
-        raise ConfigError(f"{where('tasks.data_dir')} must name a directory while tasks.journal is true")
+    if not settings.tasks.data_dir and (settings.tasks.journal or settings.tracking.store == "sqlite"):
+        why = "tasks.journal is true" if settings.tasks.journal else "tracking.store is sqlite"
+        raise ConfigError(f"{where('tasks.data_dir')} must name a directory while {why}")
+    if not settings.service.token and not is_loopback(settings.gateway.admin_host):
+        raise ConfigError(
+            f"{where('gateway.admin_host')} is not loopback: that needs service.token "
+            "(CARPOOL_SERVICE_TOKEN), which callers of the admin port must then send"
+        )
     _check_gateway(settings.gateway, where)
-    _check_service(settings, where)
     _check_keys(settings, where)
     _check_tokens(settings, where)
     _check_broker(settings.broker, where)
     _check_tracking(settings, where)
     _check_processes(settings, where)
     _check_models(settings, where)
-    _check_tracing(settings.tracing, where)
     _check_webhooks(settings.webhooks, where)
 
 
@@ -111,35 +106,20 @@ def warnings_of(settings: Settings) -> list[str]:
 
 def check_name(name: str, where: str) -> None:
     """Raise ConfigError unless a name can stand in keys, metrics and URLs."""
-    if not _NAME.fullmatch(name):
-        raise ConfigError(f"{where} must be 1 to 128 letters, digits or . _ : / -, not {shown(name)}")
-
-
-def _check_service(settings: Settings, where: Where) -> None:
-    tokens = settings.service.token
-    if not all(_TOKEN.fullmatch(token) for token in tokens):
-        raise ConfigError(f"{where('service.token')} must have tokens of printable ASCII without spaces")
-    if not tokens and not is_loopback(settings.gateway.admin_host):
-        raise ConfigError(
-            f"{where('gateway.admin_host')} is not loopback: that needs service.token "
-            "(CARPOOL_SERVICE_TOKEN), which callers of the admin port must then send"
-        )
+    if not re.search(NAME_PATTERN, name):
+        raise ConfigError(f"{where} must be {NAME_WORDS}, not {shown(name)}")
 
 
 def _check_keys(settings: Settings, where: Where) -> None:
-    """The API keys of the configuration. What stands in place of a digest may be the key itself: it is not shown."""
+    """The API keys of the configuration."""
     tiers = [tier.name for tier in settings.tiers]
     models = settings.models or {settings.model}
     seen: dict[str, str] = {}
     for name, key in settings.keys.items():
         at = f"keys.{name}"
-        digest = key.sha256.lower()
-        if not is_digest(digest):
-            how = "`carpool keys create --show-toml` writes one"
-            raise ConfigError(f"{where(f'{at}.sha256')} must be a SHA-256 in hex; {how}")
-        if digest in seen:
-            raise ConfigError(f"{where(f'{at}.sha256')} is that of keys.{seen[digest]} too: one key, one table")
-        seen[digest] = name
+        other = seen.setdefault(key.sha256.lower(), name)
+        if other != name:
+            raise ConfigError(f"{where(f'{at}.sha256')} is that of keys.{other} too: one key, one table")
         if fault := owner_fault(key.owner or name):
             raise ConfigError(f"{where(f'{at}.owner')} {fault}")
         if key.tier and key.tier not in tiers:
@@ -157,31 +137,10 @@ def _check_tokens(settings: Settings, where: Where) -> None:
     if not auth.jwt_file:
         raise ConfigError(f"{where('auth.mode')} needs auth.jwt_file: the keys that sign tokens")
     # Here, so that those without tokens do not wait for its libraries.
-    from carpool.admission.tokens import ALGORITHMS, TokenKeys, TokenRules
+    from carpool.admission.tokens import TokenKeys, TokenRules
 
-    for name in auth.jwt_algorithms:
-        if name not in ALGORITHMS:
-            raise ConfigError(f"{where('auth.jwt_algorithms')} may have {', '.join(ALGORITHMS)}, not {shown(name)}")
-    try:
+    with faults_at(f"{where('auth.jwt_file')} must be a file with keys:"):
         TokenKeys(read_file(auth.jwt_file), TokenRules(auth.jwt_algorithms))
-    except (OSError, ValueError) as fault:
-        # What stands in place of a path may be the secret itself: it is not shown.
-        reason = fault.strerror if isinstance(fault, OSError) else fault
-        raise ConfigError(f"{where('auth.jwt_file')} must be a file with keys: {reason}") from None
-
-
-def _check_tracing(tracing: TracingSettings, where: Where) -> None:
-    if tracing.otlp_endpoint and not _RECEIVER.fullmatch(tracing.otlp_endpoint):
-        raise ConfigError(
-            f"{where('tracing.otlp_endpoint')} must be like http://collector:4318, without a user name or a query; "
-            "keys go into tracing.headers"
-        )
-    # The value may be a key: it is not shown.
-    if not all(_HEADER.fullmatch(text) for text in tracing.headers):
-        raise ConfigError(f"{where('tracing.headers')} must have NAME=VALUE, in printable ASCII")
-    for text in tracing.resource_attributes:
-        if not text.partition("=")[0].strip() or "=" not in text:
-            raise ConfigError(f"{where('tracing.resource_attributes')} must have NAME=VALUE, not {shown(text)}")
 
 
 def _check_webhooks(webhooks: WebhookSettings, where: Where) -> None:
@@ -191,15 +150,11 @@ def _check_webhooks(webhooks: WebhookSettings, where: Where) -> None:
     from carpool.broker.webhooks.rules import allowed_host, secret_of
 
     for host in webhooks.hosts:
-        try:
+        with faults_at(f"{where('webhooks.hosts')} has {shown(host)}:"):
             allowed_host(host)
-        except ValueError as fault:
-            raise ConfigError(f"{where('webhooks.hosts')}: {fault}; not {shown(host)}") from None
-    for secret in webhooks.secrets:
-        try:
+    with faults_at(f"{where('webhooks.secrets')}:"):
+        for secret in webhooks.secrets:
             secret_of(secret)
-        except ValueError as fault:
-            raise ConfigError(f"{where('webhooks.secrets')}: {fault}") from None
     if not webhooks.secrets:
         raise ConfigError(
             f"{where('webhooks.hosts')} needs webhooks.secrets (CARPOOL_WEBHOOKS_SECRETS), so that receivers can tell "
@@ -217,14 +172,18 @@ def _check_gateway(gateway: GatewaySettings, where: Where) -> None:
         _check_extra(where("gateway.grpc_port"))
     if port and (port == gateway.port or (admin and admin <= port < admin + gateway.processes)):
         raise ConfigError(f"{where('gateway.grpc_port')} is the port of another face: give another one")
-    _check_proxies(gateway.trusted_proxies, where("gateway.trusted_proxies"))
-    for origin in gateway.cors_origins:
-        if not _ORIGIN.fullmatch(origin):
-            like = "must have origins like https://app.example.com, without a path, or *"
-            raise ConfigError(f"{where('gateway.cors_origins')} {like}, not {shown(origin)}")
+    for text in gateway.trusted_proxies:
+        at = where("gateway.trusted_proxies")
+        try:
+            network = parse_network(text)
+        except ValueError as fault:
+            hint = ": the address goes on behind the network's bits" if "host bits" in str(fault) else ""
+            like = "addresses or networks like 10.1.2.3 or 10.0.0.0/8"
+            raise ConfigError(f"{at} must have {like}, not {shown(text)}{hint}") from None
+        if network.prefixlen == 0:
+            raise ConfigError(f"{at} has {shown(text)}: if everybody is a proxy, nobody is a client")
     files = TlsFiles("", gateway.tls_cert, gateway.tls_key)
-    _check_files(files, lambda key: where(f"gateway.{key}"))
-    _check_context(files, lambda key: where(f"gateway.{key}"))
+    _check_tls(files, lambda key: where(f"gateway.{key}"))
 
 
 def _check_extra(place: str) -> None:
@@ -232,42 +191,28 @@ def _check_extra(place: str) -> None:
         raise ConfigError(f"{place} needs grpcio: pip install 'carpool[grpc]'")
 
 
-def _check_proxies(proxies: list[str], where: str) -> None:
-    for text in proxies:
-        try:
-            network = parse_network(text)
-        except ValueError as fault:
-            hint = ": the address goes on behind the network's bits" if "host bits" in str(fault) else ""
-            raise ConfigError(
-                f"{where} must have addresses or networks like 10.1.2.3 or 10.0.0.0/8, not {shown(text)}{hint}"
-            ) from None
-        if network.prefixlen == 0:
-            raise ConfigError(f"{where} has {shown(text)}: if everybody is a proxy, nobody is a client")
-
-
 def _check_broker(broker: BrokerSettings, where: Where) -> None:
     """Check the settings of Redis, as far as that is possible without a connection."""
-    check_name(broker.namespace, where("broker.namespace"))
-    if not broker.url:
-        for name in ("password_file", "tls_ca", "tls_cert", "tls_key"):
-            if getattr(broker, name):
-                raise ConfigError(f"{where(f'broker.{name}')} is of no use without broker.url")
-        if broker.persistence == "forbidden":
-            says = "is about Redis, and there is no broker.url; tasks.journal = false keeps payloads off the disk"
-            raise ConfigError(f"{where('broker.persistence')} {says}")
-        return
 
     def at(key: str) -> str:
         return where(f"broker.{key}")
 
+    if not broker.url:
+        for name in ("password_file", "tls_ca", "tls_cert", "tls_key"):
+            if getattr(broker, name):
+                raise ConfigError(f"{at(name)} is of no use without broker.url")
+        if broker.persistence == "forbidden":
+            says = "is about Redis, and there is no broker.url; tasks.journal = false keeps payloads off the disk"
+            raise ConfigError(f"{at('persistence')} {says}")
+        return
     if broker.password_file:
         with faults_at(at("password_file")):
             read_password(broker.password_file)
     files = tls_files(broker)
-    _check_files(files, at)
+    _check_pair(files, at)
     with faults_at(at("url")):
         broker_address(broker)
-    _check_context(files, at)
+    _check_tls(files, at)
 
 
 def _check_tracking(settings: Settings, where: Where) -> None:
@@ -280,8 +225,6 @@ def _check_tracking(settings: Settings, where: Where) -> None:
             raise ConfigError(f"{where('tracking.store')} needs asyncpg: pip install 'carpool[postgres]'")
     elif tracking.url:
         raise ConfigError(f"{where('tracking.url')} is of no use unless tracking.store is postgres")
-    if tracking.store == "sqlite" and not settings.tasks.data_dir:
-        raise ConfigError(f"{where('tasks.data_dir')} must name a directory while tracking.store is sqlite")
 
 
 def _check_processes(settings: Settings, where: Where) -> None:
@@ -306,11 +249,9 @@ def _check_models(settings: Settings, where: Where) -> None:
     models = [(resolve(settings, name, own, where), own) for name, own in settings.models.items()]
     for model, own in [(shared, nothing), *models]:
         at = partial(_place, where, model.name, own)
-        _check_fields(model.upstream, at)
-        _check_load(model.upstream, at)
-        _check_probe_input(model.upstream.probe_input, at)
+        _check_upstream(model.upstream, at)
         with faults_at(at("deny_patterns", "input")):
-            _check_patterns(model)
+            compile_patterns(model.input.deny_patterns)
         if model is shared or model.security != shared.security:
             _check_security(model.security, at)
         _check_tls_is_used(own.get("tls_ca", ""), own.get("tls_cert", ""), model.upstream.endpoints, at)
@@ -325,39 +266,19 @@ def _place(where: Where, name: str, own: ModelSettings, key: str, section: str =
     return where(path_of(name, own, key, section))
 
 
-def _check_patterns(model: Model) -> None:
-    """Whether every pattern can be used, and there is what it takes to use them."""
-    try:
-        compile_patterns(model.input.deny_patterns)
-    except BadPatternError as fault:
-        raise ConfigError(str(fault)) from None
-
-
-def _check_fields(upstream: UpstreamSettings, at: Where) -> None:
-    """Of a call, and of an answer, no two fields have the same name."""
+def _check_upstream(upstream: UpstreamSettings, at: Where) -> None:
+    """Names of fields, the page with the load, the probe."""
     if upstream.inputs_field == upstream.parameters_field:
         raise ConfigError(f"{at('parameters_field')} must differ from inputs_field")
     if len({upstream.outputs_field, upstream.tokens_field, upstream.version_field}) < 3:
         both = f"{at('tokens_field')} and {at('version_field')}"
         raise ConfigError(f"{both} must differ from each other, and from outputs_field")
-
-
-def _check_load(upstream: UpstreamSettings, at: Where) -> None:
-    """How the load of endpoints is learned."""
-    if upstream.load_header and not HEADER_NAME.fullmatch(upstream.load_header):
-        raise ConfigError(f"{at('load_header')} must name a header, not {shown(upstream.load_header)}")
-    try:
-        if upstream.load_metrics_url:
+    if upstream.load_metrics_url:
+        with faults_at(at("load_metrics_url")):
             parse_load_source(upstream.load_metrics_url)
-    except ValueError as fault:
-        raise ConfigError(f"{at('load_metrics_url')} {fault}, not {shown(upstream.load_metrics_url)}") from None
-
-
-def _check_probe_input(text: str, at: Where) -> None:
-    """An input is JSON; that of a text has quotes."""
     try:
-        if text:
-            msgspec.json.decode(text)
+        if upstream.probe_input:
+            msgspec.json.decode(upstream.probe_input)
     except (msgspec.DecodeError, RecursionError):
         raise ConfigError(f"{at('probe_input')} must be JSON, a text in quotes for example: '\"hello\"'") from None
 
@@ -367,49 +288,44 @@ def _check_schemes(upstream: UpstreamSettings, at: Where) -> None:
     if upstream.protocol == "kserve_v2_grpc":
         _check_extra(at("protocol"))
     for url in upstream.endpoints:
-        if url.startswith(("http://", "https://")) and upstream.protocol == "kserve_v2_grpc":
+        needs = ""
+        if upstream.protocol != "kserve_v2_grpc" and url.startswith(("grpc://", "grpcs://")):
+            needs = f"that needs protocol kserve_v2_grpc, not {upstream.protocol}"
+        elif upstream.protocol == "kserve_v2_grpc" and url.startswith("http"):
             scheme = "grpcs" if url.startswith("https") else "grpc"
             needs = f"protocol kserve_v2_grpc needs {scheme}://, and the port on which the server speaks gRPC"
-            raise ConfigError(f"{at('endpoints')} has {shown(url)}: {needs}")
-        if url.startswith(GRPC_ENDPOINTS) and upstream.protocol != "kserve_v2_grpc":
-            needs = f"that needs protocol kserve_v2_grpc, not {upstream.protocol}"
+        if needs:
             raise ConfigError(f"{at('endpoints')} has {shown(url)}: {needs}")
 
 
 def _check_security(security: UpstreamSecurity, at: Where) -> None:
     """Read every file once, so that a fault shows now and not with the first batch."""
-    _check_files(security, at)
-    _check_context(security, at)
-    # What stands in place of a path may be the secret itself: it is not shown.
-    says = f"{at('token_file')} must be the path of a file with a token"
-    try:
-        if security.token_file:
+    _check_tls(security, at)
+    if security.token_file:
+        with faults_at(f"{at('token_file')} must be the path of a file with a token:"):
             read_token(security.token_file)
-        for name, path in security.header_files:
-            says = f"{at('header_files')}: no value for {name}"
+    for name, path in security.header_files:
+        with faults_at(f"{at('header_files')}: no value for {name}:"):
             read_header_value(path)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{says}: {error.strerror if isinstance(error, OSError) else error}") from None
-    if security.token_file and any(name.lower() == "authorization" for name, _ in security.header_files):
-        raise ConfigError(f"{at('header_files')} sets Authorization, and so does {at('token_file')}")
+        if security.token_file and name.lower() == "authorization":
+            raise ConfigError(f"{at('header_files')} sets Authorization, and so does {at('token_file')}")
 
 
-def _check_files(files: TlsFiles, at: Where) -> None:
-    """A certificate and its key: both or none. Each file can be read."""
+def _check_pair(files: TlsFiles, at: Where) -> None:
+    """A certificate and its key: both or none."""
     if bool(files.cert) != bool(files.key):
         present, absent = ("tls_cert", "tls_key") if files.cert else ("tls_key", "tls_cert")
         place = at(present)
         raise ConfigError(f"{place} needs {place.partition(' ')[0].removesuffix(present)}{absent} beside it")
+
+
+def _check_tls(files: TlsFiles, at: Where) -> None:
+    """Whether each file can be read, and holds what it should."""
+    _check_pair(files, at)
     for key, path in (("tls_ca", files.ca), ("tls_cert", files.cert), ("tls_key", files.key)):
-        try:
-            if path:
+        if path:
+            with faults_at(f"{at(key)} cannot be read: {shown(path)}:"):
                 read_file(path)
-        except OSError as error:
-            raise ConfigError(f"{at(key)} cannot be read: {shown(path)}: {error.strerror}") from None
-
-
-def _check_context(files: TlsFiles, at: Where) -> None:
-    """Whether the files hold what they should."""
     says = f"{at('tls_ca')} must be a PEM file with certificates"
     try:
         if files.ca:
@@ -424,5 +340,5 @@ def _check_context(files: TlsFiles, at: Where) -> None:
 def _check_tls_is_used(tls_ca: str, tls_cert: str, endpoints: Iterable[str], at: Where) -> None:
     """Refuse certificates where no endpoint uses TLS: a plain `http://` must not pass unnoticed."""
     key = "tls_ca" if tls_ca else "tls_cert" if tls_cert else None
-    if key and endpoints and all(url.startswith(PLAIN_ENDPOINTS) for url in endpoints):
+    if key and endpoints and not any(url.startswith(("https:", "grpcs:")) for url in endpoints):
         raise ConfigError(f"{at(key)} is of no use: no endpoint starts with https:// or grpcs://")

@@ -16,11 +16,12 @@ class ConfigError(Exception):
 
 @contextmanager
 def faults_at(place: str) -> Iterator[None]:
-    """Begin the text of a ConfigError with the place of the setting."""
+    """Make a ConfigError of whatever is wrong with a value or a file; its text begins with the place of the setting."""
     try:
         yield
-    except ConfigError as error:
-        raise ConfigError(f"{place} {error}") from None
+    except (ConfigError, OSError, ValueError) as fault:
+        # The path in the text of an OSError is not shown: what stands in its place may be the secret itself.
+        raise ConfigError(f"{place} {fault.strerror if isinstance(fault, OSError) else fault}") from None
 
 
 def unknown(kind: str, name: str, source: str, known: Iterable[str]) -> ConfigError:

@@ -40,9 +40,9 @@ class Key(NamedTuple):
     hint: Any
     default: Any
     description: str
-    is_secret: bool
+    is_secret: bool = False
     # It holds URLs, which may have secrets in them.
-    is_url: bool
+    is_url: bool = False
 
     @property
     def name(self) -> str:
@@ -59,10 +59,12 @@ def section_keys(section: type[Section], prefix: str) -> list[Key]:
     """The keys of one section in the order of schema.py; `prefix` is the section's path with its dot."""
     keys = []
     for field in msgspec.structs.fields(section):
-        for meta in get_args(field.type)[1:]:
-            if isinstance(meta, Meta) and meta.description:
+        said = get_args(field.type)[1:]
+        extra = {name: value for meta in said if isinstance(meta, Meta) for name, value in (meta.extra or {}).items()}
+        for text in said:
+            if isinstance(text, str):
                 default = field.default_factory() if field.default_factory is not NODEFAULT else field.default
-                keys.append(Key(prefix + field.name, field.type, default, meta.description, **(meta.extra or {})))
+                keys.append(Key(prefix + field.name, field.type, default, text, **extra))
     return keys
 
 
@@ -94,32 +96,24 @@ def summary(section: type[Section]) -> str:
 
 def describe(hint: Any) -> str:
     """What a value of this type may be, in words."""
-    if get_origin(hint) is Annotated:
-        base, *metas = get_args(hint)
-        limits = {
-            name: value
-            for meta in metas
-            if isinstance(meta, Meta)
-            for name in ("ge", "gt", "le", "min_length")
-            if (value := getattr(meta, name)) is not None
-        }
-        return describe(base) + _describe_limits(limits)
-    origin = get_origin(hint)
+    origin, args = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        metas = [meta for meta in args[1:] if isinstance(meta, Meta)]
+        words = next((meta.title for meta in metas if meta.title), None)
+        return words or describe(args[0]) + "".join(map(_describe_limits, metas))
     if origin in (Union, types.UnionType):
-        return describe(next(arg for arg in get_args(hint) if arg is not type(None)))
+        return describe(args[0])
     if origin is Literal:
-        *first, last = (f'"{choice}"' for choice in get_args(hint))
+        *first, last = (f'"{choice}"' for choice in args)
         return f"{', '.join(first)} or {last}"
-    words = {str: "text", bool: "true or false", int: "a whole number", float: "a number", list: "a list of texts"}
-    return words[origin or hint]
+    if origin is list:
+        return "a list of " + ("texts" if args[0] is str else describe(args[0]))
+    return {str: "text", bool: "true or false", int: "a whole number", float: "a number"}[hint]
 
 
-def _describe_limits(limits: dict[str, Any]) -> str:
-    if "min_length" in limits:
+def _describe_limits(meta: Meta) -> str:
+    if meta.min_length:
         return " that is not empty"
-    low, high = limits.get("ge"), limits.get("le")
-    if low is not None:
-        return f" from {low} to {high}" if high is not None else f" of at least {low}"
-    if "gt" in limits:
-        return f" above {limits['gt']}" + (f" and at most {high}" if high is not None else "")
-    return ""
+    if meta.ge is not None:
+        return f" from {meta.ge} to {meta.le}" if meta.le is not None else f" of at least {meta.ge}"
+    return "" if meta.gt is None else f" above {meta.gt} and at most {meta.le}"

@@ -5,16 +5,16 @@ setting out.
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from ipaddress import ip_address
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from carpool.core.names import TlsFiles
-from carpool.settings.endpoints import expand_endpoints
-from carpool.settings.errors import ConfigError, faults_at
+from carpool.settings.errors import ConfigError, faults_at, shown
 from carpool.settings.schema import (
+    HEADER_CHARS,
     BatchingSettings,
     BrokerSettings,
     GatewaySettings,
@@ -32,7 +32,16 @@ if TYPE_CHECKING:
 # How an error text names the place of a setting: by its path, and by where its value came from.
 Where = Callable[[str], str]
 
-HEADER_NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
+ENDPOINTS_MAX = 4096
+# What the kernel has room for in a socket's address.
+UNIX_SOCKET_BYTES_MAX = 107
+
+_URL = re.compile(
+    r"(?P<head>(?:https?|grpcs?)://(?:\[[0-9A-Fa-f:.]+\]|[^\s/?#@:\[\]]+))"
+    r"(?::(?P<first>[0-9]{1,5})(?:-(?P<last>[0-9]{1,5}))?)?"
+    r"(?P<rest>[/?][^\s#]*)?"
+)
+_UNIX = re.compile(r"unix:(?P<socket>/[^\s:?#]+)(?::/[^\s#]*)?")
 # Carpool writes these itself, or they would change where the call begins and ends.
 _OWN_HEADERS = {
     "accept-encoding", "connection", "content-encoding", "content-length", "content-type", "expect", "host",
@@ -92,6 +101,52 @@ def resolve(settings: Settings, name: str, own: ModelSettings, where: Where = st
 def path_of(name: str, own: ModelSettings, key: str, section: str = "upstream") -> str:
     """The path of a setting that a model has: its own, or the one in the section."""
     return f"models.{name}.{key}" if key in own else f"{section}.{key}"
+
+
+def expand_endpoints(endpoints: Iterable[str]) -> list[str]:
+    """One address for each endpoint, port ranges written out; raises ConfigError where one is not valid."""
+    found: dict[str, None] = {}
+    for text in endpoints:
+        for address in _expand(text):
+            if address in found:
+                raise ConfigError(f"names {shown(address)} twice; `slots` says how much it takes at once")
+            if len(found) == ENDPOINTS_MAX:
+                raise ConfigError(f"names more than {ENDPOINTS_MAX} endpoints")
+            found[address] = None
+    return list(found)
+
+
+def _expand(text: str) -> list[str]:
+    fault = ""
+    if text.startswith("sim:"):
+        from carpool.upstream.simulated import parse_sim_url  # here, so that other commands start without asyncio
+
+        try:
+            parse_sim_url(text)
+        except ValueError as wrong:
+            fault = str(wrong)
+    elif text.startswith("unix:"):
+        match = _UNIX.fullmatch(text)
+        if match is None:
+            fault = "a Unix socket looks like unix:/run/model.sock:/path"
+        elif len(match["socket"].encode()) > UNIX_SOCKET_BYTES_MAX:
+            fault = f"the path of a socket has at most {UNIX_SOCKET_BYTES_MAX} bytes"
+    else:
+        match = _URL.fullmatch(text)
+        if match is None:
+            fault = (
+                "an endpoint looks like http://host:9000/path, or with a range of ports http://host:9000-9031/path, "
+                "or unix:/run/model.sock:/path, or sim:?latency_ms=50&slots=64; user names are not taken"
+            )
+        elif match["first"] is not None:
+            first, last = int(match["first"]), int(match["last"] or match["first"])
+            if 1 <= first <= last <= 65535:
+                ports = range(first, last + 1)[: ENDPOINTS_MAX + 1]
+                return [f"{match['head']}:{port}{match['rest'] or ''}" for port in ports]
+            fault = "ports go from 1 to 65535, the lower one first"
+    if fault:
+        raise ConfigError(f"has {shown(text)}: {fault}")
+    return [text]
 
 
 def tls_files(broker: BrokerSettings) -> TlsFiles:
@@ -155,8 +210,7 @@ def read_password(path: str) -> str:
 
 def _overlaid(section: SectionT, own: ModelSettings) -> SectionT:
     """A section with what the model says of it."""
-    said = {key: own[key] for key in section.__struct_fields__ if key in own}
-    return msgspec.structs.replace(section, **said)
+    return msgspec.structs.replace(section, **{key: own[key] for key in section.__struct_fields__ if key in own})
 
 
 def _parse_header_files(items: list[str]) -> tuple[tuple[str, str], ...]:
@@ -164,7 +218,7 @@ def _parse_header_files(items: list[str]) -> tuple[tuple[str, str], ...]:
     found: dict[str, tuple[str, str]] = {}
     for item in items:
         name, _, path = item.partition("=")
-        if not path or not HEADER_NAME.fullmatch(name):
+        if not path or not re.fullmatch(f"{HEADER_CHARS}+", name):
             raise ConfigError("must have entries like X-Api-Key=/run/secrets/api-key")
         if name.lower() in _OWN_HEADERS:
             raise ConfigError(f"must not set {name}: Carpool writes it itself")

@@ -46,7 +46,6 @@ class HasPages(Protocol):
 
     async def get(self, where: str, timeout_s: float) -> UpstreamResponse:
         """Read a page; `where` is a path, `:PORT/PATH` on the same host, or a URL. Raises AttemptFailedError."""
-        ...
 
 
 class HealthWatch:

@@ -12,7 +12,7 @@ import logging
 import os
 import re
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 from carpool.core.clock import Clock, monotonic
@@ -85,21 +85,11 @@ class Credentials:
     def __init__(self, security: UpstreamSecurity, clock: Clock = monotonic) -> None:
         secrets = [security.token_file, *(path for _, path in security.header_files)]
         certificates = [security.ca, security.cert, security.key]
-        self._headers: Reread[dict[str, str]] = Reread(secrets, security.headers, clock)
-        self._context: Reread[ssl.SSLContext] = Reread(certificates, security.ssl_context, clock)
-        self._pems: Reread[Pems] = Reread(certificates, security.pems, clock)
-
-    def headers(self) -> Mapping[str, str]:
-        """The headers to send with a call."""
-        return self._headers.now()
-
-    def ssl_context(self) -> "ssl.SSLContext":
-        """The TLS for new connections; the same object until a file changes."""
-        return self._context.now()
-
-    def pems(self) -> Pems:
-        """The same, for a library that makes its TLS by itself; the same object until a file changes."""
-        return self._pems.now()
+        # What to send with a call; the TLS for new connections; the same for a library that makes its TLS by itself.
+        # Each is the same object until a file changes.
+        self.headers = Reread(secrets, security.headers, clock).now
+        self.ssl_context = Reread(certificates, security.ssl_context, clock).now
+        self.pems = Reread(certificates, security.pems, clock).now
 
 
 class Reread(Generic[Made]):

@@ -702,8 +702,6 @@ def ended_tasks(facts: Sequence[Any]) -> list[EndedTask]:
     return [ended_task(*facts[first : first + 5]) for first in range(0, len(facts), 5)]
 
 
-
-
 def ids_arguments(ids: Mapping[bytes, Sequence[bytes]]) -> list[Argument]:
     """As the scripts want them: field, number of ids, ids; and again for the next stream."""
     arguments: list[Argument] = []

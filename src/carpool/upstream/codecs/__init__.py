@@ -1,24 +1,18 @@
-"""One file a protocol, behind one Protocol."""
+"""The protocols of upstreams, behind one Protocol."""
 
 from carpool.core.names import ProtocolName
 from carpool.upstream.codecs.base import Codec, ProtocolFaultError
 from carpool.upstream.codecs.json import JsonCodec
 from carpool.upstream.codecs.kserve_v1 import KServeV1Codec
 from carpool.upstream.codecs.kserve_v2 import KServeV2Codec, TensorCodec
-from carpool.upstream.codecs.openai_completions import OpenAiCompletionsCodec
-from carpool.upstream.codecs.openai_embeddings import OpenAiEmbeddingsCodec
-from carpool.upstream.codecs.tei_embed import TeiEmbedCodec
 from carpool.upstream.codecs.tensors import TensorDefaults
+from carpool.upstream.codecs.texts import OpenAiCompletionsCodec, OpenAiEmbeddingsCodec, TeiEmbedCodec
 
 __all__ = [
     "Codec",
     "JsonCodec",
     "KServeV1Codec",
-    "KServeV2Codec",
-    "OpenAiCompletionsCodec",
-    "OpenAiEmbeddingsCodec",
     "ProtocolFaultError",
-    "TeiEmbedCodec",
     "TensorCodec",
     "make_codec",
 ]

@@ -10,38 +10,19 @@
 import re
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
-from typing import Annotated, Literal, Protocol, TypeVar
+from typing import Annotated, Protocol, TypeVar
 
 import msgspec
 
-from carpool.core.errors import Malformed
 from carpool.core.request import Request
 from carpool.upstream.call_ids import is_for_another_call
+from carpool.upstream.codecs.refusals import Refusal as Refusal
+from carpool.upstream.codecs.refusals import classify_status
 from carpool.upstream.endpoint import UpstreamCall, UpstreamResponse
-
-# What to do with a batch that was refused:
-# elsewhere  the answer says nothing about the inputs: try another endpoint
-# split      the batch was too large: send it in parts
-# bisect     one of the inputs may be bad: find it
-# fault      the answer is not what the protocol says: none of its outputs can be trusted
-# give-up    another attempt would only repeat it
-RefusalKind = Literal["elsewhere", "split", "bisect", "fault", "give-up"]
-
-MESSAGE_CHARS_MAX = 512
 
 
 class ProtocolFaultError(Exception):
     """The answer is not what the protocol says. The text names no payload."""
-
-
-class Refusal(msgspec.Struct, frozen=True):
-    """What an answer with an error status means."""
-
-    kind: RefusalKind
-    # The API's own words, at most MESSAGE_CHARS_MAX; shown only to a client that was alone in its call.
-    message: str = ""
-    # With "split": the most inputs it takes, if it says so in a form that can be believed.
-    batch_max: int | None = None
 
 
 class Prepared(msgspec.Struct, frozen=True):
@@ -75,6 +56,14 @@ class Codec(Protocol):
     outputs_field: str = ""
     # Where False, `prepare` need not be called.
     prepares: bool = False
+    # The name of the array of inputs in the call; and the server's whole messages for too large a batch.
+    array: str = ""
+    limit_words: Sequence[re.Pattern[str]] = ()
+    # Where a GET tells whether the server is well, and how many inputs a call may have (in which field), from the
+    # server's root; None where the protocol has no such page.
+    health: str | None = None
+    info: str | None = None
+    info_field: str = ""
 
     def prepare(self, value: bytes) -> Prepared:
         """Look into a client's input before it is admitted; raises core.errors.Malformed with what to change."""
@@ -86,34 +75,39 @@ class Codec(Protocol):
 
     def encode(self, batch: Sequence[Request], call_id: str = "") -> UpstreamCall:
         """One call for a batch, in its order. All members have the same model, parameters and lane."""
-        ...
 
     def decode(self, answer: UpstreamResponse, batch: Sequence[Request], call_id: str = "") -> Sequence[Decoded]:
         """One part for each member, in their order; raises ProtocolFaultError, also when their number differs.
 
         So does an answer that bears the id of another call.
         """
-        ...
 
     def classify(self, answer: UpstreamResponse, size: int, call_id: str = "") -> Refusal:
         """What an answer with an error status means for a batch of `size`."""
-        ...
+        return classify_status(answer, size, self.limit_words, inputs_field=self.array)
 
     def binary_input(self, data: bytes) -> bytes:
         """Binary input as this protocol has it, JSON or packed; raises core.errors.Malformed if it has none."""
         return msgspec.json.encode(data)
 
     def health_path(self, model: str) -> str | None:
-        """Where a GET tells whether the server is well (from its root), if the protocol has that."""
-        return None
+        """The page that tells whether the server is well."""
+        return self.health and self.health.format(model=model)
 
     def info_path(self, model: str) -> str | None:
-        """Where a GET tells how many inputs a call may have (from the server's root), if the protocol has that."""
-        return None
+        """The page that tells how many inputs a call may have."""
+        return self.info and self.info.format(model=model)
 
     def batch_max_from_info(self, body: bytes) -> int | None:
         """The most inputs for one call, from what `info_path` answered; None if it does not say."""
-        return None
+        try:
+            limit = msgspec.json.decode(decode_object(body)[self.info_field], type=int)
+        except (KeyError, msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+            return None
+        return limit if limit > 0 else None
+
+
+decode_object = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
 def check_count(found: int, count: int) -> None:
@@ -160,61 +154,9 @@ def nulls_for_not_a_number(body: bytes) -> bytes:
     return _NOT_A_NUMBER.sub(lambda token: token[0] if token[0][0] == 0x22 else b"null", body)
 
 
-# For protocols that embed or complete texts.
-
 # How many tokens a call used, as its answer tells: bounded, so that every format that it passes through can hold it.
 TOKENS_MAX = 2**53
 TokenCount = Annotated[int, msgspec.Meta(ge=0, le=TOKENS_MAX)]
-
-_decode_tokens = msgspec.json.Decoder(list[Annotated[int, msgspec.Meta(ge=0)]]).decode
-_decode_object = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
-# A call may have texts or token ids, not both.
-_TEXT, _TOKENS = Prepared(None, b"text"), Prepared(None, b"tokens")
-
-
-class TextCodec(Codec):
-    """What protocols that take texts have in common."""
-
-    prepares = True
-
-    def prepare(self, value: bytes) -> Prepared:
-        """A text, or the ids of its tokens. Bare numbers would melt together with their neighbours into one input."""
-        if value[:1] == b'"':
-            return _TEXT
-        try:
-            if _decode_tokens(value):
-                return _TOKENS
-        except (msgspec.DecodeError, RecursionError):
-            pass
-        raise Malformed("`input` must be a text, or the ids of its tokens as an array of whole numbers")
-
-    def binary_input(self, data: bytes) -> bytes:
-        """There is none."""
-        raise Malformed("this model takes texts; send JSON")
-
-
-def check_fields(parameters: bytes, own: Sequence[str]) -> dict[str, msgspec.Raw]:
-    """Parameters that are sent as fields of the call must leave the codec's `own` alone; raises Malformed."""
-    fields = _decode_object(parameters) if parameters else {}
-    for name in own:
-        if name in fields:
-            raise Malformed(f"`parameters` may not have `{name}`: that is for Carpool to fill in")
-    return fields
-
-
-def as_fields(parameters: bytes) -> bytes:
-    """Canonical parameters as further fields of an object that has some."""
-    return b"," + parameters[1:-1] if len(parameters) > 2 else b""
-
-
-def in_order_of_index(indices: Sequence[int]) -> list[int]:
-    """Where in the answer each member's part stands; raises ProtocolFaultError unless each index is there once."""
-    places = [-1] * len(indices)
-    for place, index in enumerate(indices):
-        if not 0 <= index < len(places) or places[index] >= 0:
-            raise ProtocolFaultError("the indices of the outputs are not those of the inputs, each once")
-        places[index] = place
-    return places
 
 
 def input_lengths(batch: Sequence[Request]) -> list[int]:

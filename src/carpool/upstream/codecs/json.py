@@ -16,7 +16,6 @@ from carpool.upstream.codecs.base import (
     Codec,
     Decoded,
     ProtocolFaultError,
-    Refusal,
     TokenCount,
     apportion,
     check_count,
@@ -24,15 +23,9 @@ from carpool.upstream.codecs.base import (
     input_lengths,
     parse_answer,
 )
-from carpool.upstream.codecs.refusals import classify_status, limit_words
+from carpool.upstream.codecs.refusals import limit_words
 from carpool.upstream.endpoint import UpstreamCall, UpstreamResponse
 
-# Whole messages that an API of one's own may have for too large a batch; the first is that of `carpool sim-gpu`.
-_LIMIT = limit_words(
-    r"(?i:batch size SIZE > maximum (?:allowed )?(?:batch size )?MAX\.?)",
-    r"(?i:batch size SIZE exceeds (?:the )?(?:maximum|limit)(?: batch size)?(?: of)? MAX\.?)",
-    r"(?i:too many (?:inputs|instances|items): SIZE, the (?:maximum|limit) is MAX\.?)",
-)
 # It is shown to clients, and kept with results.
 VERSION_CHARS_MAX = 128
 _Version = Annotated[str, msgspec.Meta(max_length=VERSION_CHARS_MAX)] | Annotated[int, msgspec.Meta(ge=0, le=2**53)]
@@ -43,6 +36,13 @@ _NOTHING = msgspec.Raw()
 
 class JsonCodec(Codec):
     """The default protocol."""
+
+    # What an API of one's own may say; the first is what `carpool sim-gpu` says.
+    limit_words = limit_words(
+        r"(?i:batch size SIZE > maximum (?:allowed )?(?:batch size )?MAX\.?)",
+        r"(?i:batch size SIZE exceeds (?:the )?(?:maximum|limit)(?: batch size)?(?: of)? MAX\.?)",
+        r"(?i:too many (?:inputs|instances|items): SIZE, the (?:maximum|limit) is MAX\.?)",
+    )
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class JsonCodec(Codec):
         quoted = msgspec.json.encode
         self._start = b"{" + quoted(inputs_field) + b":["
         self._parameters = b"]," + quoted(parameters_field) + b":"
-        self.inputs_field = inputs_field
+        self.inputs_field = self.array = inputs_field
         self.outputs_field = outputs_field
         # A struct made for the configured names: only these fields are looked at, the rest is skipped.
         answer = msgspec.defstruct(
@@ -100,10 +100,6 @@ class JsonCodec(Codec):
             Decoded(output, used, None if version is None else str(version))
             for output, used, version in zip(outputs, tokens or [None] * len(batch), versions, strict=True)
         ]
-
-    def classify(self, answer: UpstreamResponse, size: int, call_id: str = "") -> Refusal:
-        """By the status, and some usual words for too large a batch."""
-        return classify_status(answer, size, _LIMIT, inputs_field=self.inputs_field)
 
 
 def _told(decode: Callable[[msgspec.Raw], Any], field: msgspec.Raw, count: int) -> Any:

@@ -14,18 +14,16 @@ from carpool.upstream.codecs.base import (
     Codec,
     Decoded,
     ProtocolFaultError,
-    Refusal,
     check_count,
     check_text,
+    decode_object,
     nulls_for_not_a_number,
     parse_answer,
 )
-from carpool.upstream.codecs.refusals import classify_status, limit_words
+from carpool.upstream.codecs.refusals import limit_words
 from carpool.upstream.endpoint import UpstreamCall, UpstreamResponse
 
 _SIGNATURE = "signature_name"
-# TF Serving's.
-_LIMIT = limit_words(r"Task size SIZE is larger than maximum input batch size MAX")
 
 
 class _Predictions(msgspec.Struct):
@@ -35,25 +33,25 @@ class _Predictions(msgspec.Struct):
 
 
 _decode_predictions = msgspec.json.Decoder(_Predictions).decode
-_decode_parameters = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
 class KServeV1Codec(Codec):
     """One value in, one value out, in rows."""
 
+    array = "instances"
+    # TF Serving's.
+    limit_words = limit_words(r"Task size SIZE is larger than maximum input batch size MAX")
+
     def __init__(self, model_version: str = "") -> None:
         self._version = f"/versions/{model_version}" if model_version else ""
-
-    def health_path(self, model: str) -> str | None:
-        """The model's own page."""
-        return f"/v1/models/{model}{self._version}"
+        self.health = "/v1/models/{model}" + self._version
 
     def encode(self, batch: Sequence[Request], call_id: str = "") -> UpstreamCall:
         """The inputs' own bytes as `instances`, and the path that names the model."""
         first = batch[0]
         fields = b'{"instances":[' + b",".join([request.input for request in batch]) + b"]"
         if first.parameters:
-            parameters = _decode_parameters(first.parameters)
+            parameters = decode_object(first.parameters)
             signature = parameters.pop(_SIGNATURE, None)
             if signature is not None:
                 fields += b',"signature_name":' + bytes(signature)
@@ -79,10 +77,6 @@ class KServeV1Codec(Codec):
         check_count(len(parsed.predictions), len(batch))
         check_text(body)
         return [Decoded(prediction) for prediction in parsed.predictions]
-
-    def classify(self, answer: UpstreamResponse, size: int, call_id: str = "") -> Refusal:
-        """By the status, and TF Serving's words for too large a batch."""
-        return classify_status(answer, size, _LIMIT, inputs_field="instances")
 
     def binary_input(self, data: bytes) -> bytes:
         """TF Serving's object for binary values."""

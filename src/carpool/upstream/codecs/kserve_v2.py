@@ -42,9 +42,6 @@ from carpool.upstream.codecs.tensors import (
 )
 from carpool.upstream.endpoint import UpstreamCall, UpstreamResponse
 
-# Triton's; it does not name the size.
-_LIMIT = limit_words(r"inference request batch-size must be <= MAX for '[^']{1,255}'")
-
 HEADER_LENGTH = "Inference-Header-Content-Length"
 
 
@@ -52,14 +49,13 @@ class TensorCodec(Codec):
     """What both transports of V2 share: tensors in."""
 
     prepares = True
+    # Triton's; it does not name the size.
+    limit_words = limit_words(r"inference request batch-size must be <= MAX for '[^']{1,255}'")
+    health = "/v2/health/ready"
 
     def __init__(self, defaults: TensorDefaults | None = None, model_version: str = "") -> None:
         self.defaults = defaults or TensorDefaults()
         self.model_version = model_version
-
-    def health_path(self, model: str) -> str | None:
-        """Whether every model is ready."""
-        return "/v2/health/ready"
 
     def prepare(self, value: bytes) -> Prepared:
         """Decode and check the tensors."""
@@ -67,7 +63,7 @@ class TensorCodec(Codec):
 
     def classify(self, answer: UpstreamResponse, size: int, call_id: str = "") -> Refusal:
         """By the status, and Triton's words for too large a batch. It puts the id of the call before them."""
-        return classify_status(answer, size, _LIMIT, start=f"[request id: {call_id or '<id_unknown>'}] ")
+        return classify_status(answer, size, self.limit_words, start=f"[request id: {call_id or '<id_unknown>'}] ")
 
     def binary_input(self, data: bytes) -> bytes:
         """A raw tensor as configured, packed; for BYTES, of one element."""
@@ -86,11 +82,9 @@ class TensorCodec(Codec):
 
 def forms_of(batch: Sequence[Request]) -> list[Form | None]:
     """The form in which each member has its outputs. A request that has ended needs none."""
-    return [None if request.phase == DONE else _form_of(request) for request in batch]
-
-
-def _form_of(request: Request) -> Form:
-    return "data" if request.prepared is None else request.prepared.form
+    inputs: list[TensorInput | None] = [request.prepared for request in batch]
+    forms: list[Form] = ["data" if each is None else each.form for each in inputs]
+    return [None if request.phase == DONE else form for request, form in zip(batch, forms, strict=True)]
 
 
 class _OutputParameters(msgspec.Struct):
@@ -112,18 +106,16 @@ class _Answer(msgspec.Struct):
     model_version: str | int | None = None
 
 
-class _ModelConfig(msgspec.Struct):
-    max_batch_size: int | None = None
-
-
 _decode_answer = msgspec.json.Decoder(_Answer).decode
-_decode_config = msgspec.json.Decoder(_ModelConfig).decode
 # Strings are matched in order to be skipped.
 _BRACE = re.compile(rb'"(?:[^"\\]++|\\.)*+"|\{|\}', re.DOTALL)
 
 
 class KServeV2Codec(TensorCodec):
     """Tensors in, tensors out, by the batch dimension."""
+
+    # Triton's; 0 there means that the server does not know which dimension is the batch.
+    info, info_field = "/v2/models/{model}/config", "max_batch_size"
 
     def encode(self, batch: Sequence[Request], call_id: str = "") -> UpstreamCall:
         """The members' tensors, joined: JSON, or a JSON head with the raw bytes behind it."""
@@ -176,18 +168,6 @@ class KServeV2Codec(TensorCodec):
         parts = cut_outputs(outputs, forms_of(batch))
         version = str(parsed.model_version) if parsed.model_version is not None else None
         return [Decoded(part, model_version=version) for part in parts]
-
-    def info_path(self, model: str) -> str | None:
-        """Triton's model configuration."""
-        return f"/v2/models/{model}/config"
-
-    def batch_max_from_info(self, body: bytes) -> int | None:
-        """Its `max_batch_size`; 0 there means that the server does not know which dimension is the batch."""
-        try:
-            limit = _decode_config(body).max_batch_size
-        except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
-            return None
-        return limit if limit and limit > 0 else None
 
 
 def _parse(body: bytes) -> tuple[_Answer, memoryview]:

@@ -15,12 +15,21 @@ What is believed in the end is not decided here, but by `limits.py`: what an end
 
 import re
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import msgspec
 
-from carpool.upstream.codecs.base import MESSAGE_CHARS_MAX, Refusal
 from carpool.upstream.endpoint import UpstreamResponse
+
+# What to do with a batch that was refused:
+# elsewhere  the answer says nothing about the inputs: try another endpoint
+# split      the batch was too large: send it in parts
+# bisect     one of the inputs may be bad: find it
+# fault      the answer is not what the protocol says: none of its outputs can be trusted
+# give-up    another attempt would only repeat it
+RefusalKind = Literal["elsewhere", "split", "bisect", "fault", "give-up"]
+
+MESSAGE_CHARS_MAX = 512
 
 _ELSEWHERE = frozenset({429, 502, 503, 504})
 _BISECT = frozenset({400, 422, 424, 500})
@@ -31,6 +40,16 @@ _PYDANTIC = {
     ),
     "value_error.list.max_items": re.compile(r"ensure this value has at most (?P<max>[0-9]{1,6}) items"),
 }
+
+
+class Refusal(msgspec.Struct, frozen=True):
+    """What an answer with an error status means."""
+
+    kind: RefusalKind
+    # The API's own words, at most MESSAGE_CHARS_MAX; shown only to a client that was alone in its call.
+    message: str = ""
+    # With "split": the most inputs it takes, if it says so in a form that can be believed.
+    batch_max: int | None = None
 
 
 def limit_words(*forms: str) -> Sequence[re.Pattern[str]]:
