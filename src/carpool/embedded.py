@@ -9,7 +9,6 @@ from pathlib import Path
 from msgspec import UNSET
 
 from carpool.broker.dead_letters import DeadLetterBox, DeadLetterDesk
-from carpool.broker.fill import LOOK_S, FillWatch
 from carpool.broker.journal import Journal
 from carpool.broker.tasks import Tasks
 from carpool.broker.webhooks.deliverer import Deliverer
@@ -87,11 +86,8 @@ class EmbeddedProcess(Process):
         self._restored = self.tasks.restore(frozenset(self.runtime.models), place_of)
 
     def _watch(self) -> None:
-        runtime = self.runtime
         if self.admission.credentials is not None:
-            watch_key_file(runtime, self.admission.credentials)
-        fill = FillWatch(runtime.settings.tasks.stored_bytes_max)
-        runtime.do_every(LOOK_S, lambda: fill.look(self.journal.unread_bytes, runtime.clock()))
+            watch_key_file(self.runtime, self.admission.credentials)
 
     async def _open_faces(self) -> None:
         await self.faces.start(self.listening, self.check_ready)

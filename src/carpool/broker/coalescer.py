@@ -100,7 +100,6 @@ class Coalescer:
         self._admit_task = admit_task
         self._queue = queue
         self._results = results
-        self._kept = results.numbers
         self._asked_twice = AskedTwice(is_one_of_many=far is not None)
         self._key_of = key_of
         self._seconds = seconds
@@ -149,7 +148,7 @@ class Coalescer:
                 self.lookups["passed"] += 1
                 return None
         key = self._key_of(request)  # also if refused: load refuses no request whose result is there
-        if hash(key) in self._kept and (found := self._results.find(key, request.arrived)) is not None:
+        if (found := self._results.find(key, request.arrived)) is not None:
             self._hit(request, found)
             return None
         if self._far is None or request.is_judged or key in self._open:  # if judged, `needing` has asked them
@@ -205,11 +204,7 @@ class Coalescer:
         """Requests for which there is neither a result nor a leader, by their keys."""
         needing: defaultdict[SameKey, list[Request]] = defaultdict(list)
         for key, request in keyed:
-            if (
-                request.result is None
-                and key not in self._open
-                and (hash(key) not in self._kept or self._results.find(key, request.arrived) is None)
-            ):
+            if request.result is None and key not in self._open and self._results.find(key, request.arrived) is None:
                 needing[key].append(request)
         if len(needing) < len(keyed):
             self._asked_twice.again()  # ends a rest, in which `ask` would queue the others, too
@@ -307,7 +302,7 @@ class Coalescer:
     def _keep(self, key: SameKey, output: Output, now: float) -> None:
         if self._far is not None:
             assert isinstance(key, bytes)
-            if self._far.keep(key, output) and hash(key) not in self._kept:
+            if self._far.keep(key, output) and key not in self._results:
                 return  # here too once a request asks for it: most results are never asked for again
         self._results.keep(key, output, now)
 
@@ -321,7 +316,7 @@ class Coalescer:
         def told(output: Output | None, age_s: float) -> None:
             self.held -= 1
             self.held_bytes -= size
-            if output is not None and hash(key) not in self._kept:  # else others have asked for it, too
+            if output is not None and key not in self._results:  # else others have asked for it, too
                 self._results.keep(key, output, self._clock(), age_s)
             found(output)
 

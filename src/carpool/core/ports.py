@@ -4,7 +4,7 @@ The halves of `composition/` plug them together.
 """
 
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import inf
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -435,9 +435,8 @@ SameKey = bytes | tuple[str, bytes, bytes, str, bytes]
 class Results(Protocol):
     """Results that this process keeps."""
 
-    @property
-    def numbers(self) -> Container[int]:
-        """The hashes of keys under which there may be one: with others `find` need not be called."""
+    def __contains__(self, key: SameKey) -> bool:
+        """Whether there is one under this key, however old."""
         ...
 
     def find(self, key: SameKey, now: float) -> Output | None:

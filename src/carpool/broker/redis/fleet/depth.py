@@ -61,11 +61,7 @@ class DepthWatch:
 
     def task_bytes(self) -> int:
         """Bytes of tasks without a result, and of results."""
-        return self.unread_task_bytes() + sum(counts[7] for counts in self._counts)
-
-    def unread_task_bytes(self) -> int:
-        """The same without results that clients have read."""
-        return sum(counts[1] + counts[2] for counts in self._counts)
+        return sum(counts[1] + counts[2] + counts[7] for counts in self._counts)
 
     def letter_bytes(self) -> int:
         """Bytes of dead letters."""
