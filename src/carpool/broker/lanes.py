@@ -16,8 +16,7 @@
 from math import inf
 from typing import Any
 
-from carpool.broker.batch_builder import BatchBuilder
-from carpool.broker.fair_queue import FairQueue
+from carpool.broker.fair_queue import BatchBuilder, FairQueue
 from carpool.broker.min_share import SYNCHRONOUS_SHARE, MinShare
 from carpool.broker.queue_stats import WaitingCount
 from carpool.core.request import APART, QUEUED, Request
