@@ -49,8 +49,8 @@ class LocalLimits:
     def __len__(self) -> int:
         return len(self._buckets)
 
-    def enter(self, caller: Caller) -> LimitVerdict:
-        """One more request of a caller with a limit. It is always known at once."""
+    def enter(self, caller: Caller, cost: int = 1) -> LimitVerdict:
+        """A call that counts as so many, all of them or none. It is always known at once."""
         limit = caller.limit
         if limit is None or not limit.per_minute:
             return b""
@@ -58,22 +58,7 @@ class LocalLimits:
             self._share(self._sharers())
         now = self._clock()
         bucket = self._buckets.get(caller.account) or self._open(caller.account, limit, now)
-        came_in, tokens = bucket.take(now), bucket.tokens
-        full_s = (bucket.burst - tokens) / bucket.rate
-        if not came_in:
-            return over_limit(limit, (1.0 - tokens) / bucket.rate, full_s)
-        return _lines(limit.per_minute, int(tokens + ROUNDING), ceil(full_s - ROUNDING))  # `limit_lines`, a call less
-
-    def enter_many(self, caller: Caller, cost: int) -> LimitVerdict:
-        """A call that counts as so many, all of them or none."""
-        limit = caller.limit
-        if limit is None or not limit.per_minute:
-            return b""
-        if self._sharers is not None:
-            self._share(self._sharers())
-        now = self._clock()
-        bucket = self._buckets.get(caller.account) or self._open(caller.account, limit, now)
-        came_in, tokens = bucket.borrow(now, cost), bucket.tokens
+        came_in, tokens = bucket.take(now) if cost == 1 else bucket.borrow(now, cost), bucket.tokens
         full_s = (bucket.burst - tokens) / bucket.rate
         if not came_in:
             return over_limit(limit, (min(cost, bucket.burst) - tokens) / bucket.rate, full_s, cost)
@@ -146,39 +131,24 @@ class Permits:
     def __len__(self) -> int:
         return len(self._by_owner)
 
-    def give_all(self, requests: Sequence[Request], concurrent: int) -> CarpoolError | None:
-        """Count the requests of one call, all or none. A call over the owner's limit comes in where it has none."""
+    def give(self, requests: Sequence[Request], concurrent: int) -> CarpoolError | None:
+        """Count the requests of one call, which `settle` will end, all or none; or say why not.
+
+        A call over the owner's limit comes in where it has no other request.
+        """
         owner = requests[0].owner
         permit = self._by_owner.get(owner)
         if permit is None:
             permit = self._by_owner[owner] = OwnerPermit(owner, self._by_owner)
-        elif permit.held + len(requests) > self._most(concurrent):
-            return too_many_at_once(concurrent)
+        elif permit.held + len(requests) > max(1, concurrent // max(1, self._sharers())):
+            return RateLimited(
+                f"at most {concurrent} requests of yours may wait or run at once; wait for an answer first",
+                retry_after_s=1,
+            )
         permit.held += len(requests)
         for request in requests:
             request.permit = permit
         return None
-
-    def _most(self, concurrent: int) -> int:
-        return max(1, concurrent // max(1, self._sharers()))
-
-    def give(self, request: Request, concurrent: int) -> CarpoolError | None:
-        """Count a request that `settle` will end, or say why not."""
-        permit = self._by_owner.get(request.owner)
-        if permit is None:
-            permit = self._by_owner[request.owner] = OwnerPermit(request.owner, self._by_owner)
-        elif permit.held >= self._most(concurrent):
-            return too_many_at_once(concurrent)
-        permit.held += 1
-        request.permit = permit
-        return None
-
-
-def too_many_at_once(concurrent: int) -> RateLimited:
-    """The error for an owner that has as many requests as it may."""
-    return RateLimited(
-        f"at most {concurrent} requests of yours may wait or run at once; wait for an answer first", retry_after_s=1
-    )
 
 
 class OwnerPermit:

@@ -516,16 +516,15 @@ LimitVerdict = bytes | CarpoolError
 class RateLimits(Protocol):
     """How often owners may come in. Only for callers with a limit."""
 
-    def enter(self, caller: Caller) -> LimitVerdict | None:
-        """One more request of this caller. None: that is not known yet; then `when_known` must be called at once."""
-        ...
+    def enter(self, caller: Caller, cost: int = 1) -> LimitVerdict | None:
+        """A call that counts as `cost` requests: all of it comes in, or nothing.
 
-    def enter_many(self, caller: Caller, cost: int) -> LimitVerdict | None:
-        """The same for a call that counts as `cost` requests: all of it comes in, or nothing."""
+        None: that is not known yet; then `when_known` must be called at once.
+        """
         ...
 
     def when_known(self, caller: Caller, known: Callable[[LimitVerdict], None], cost: int = 1) -> None:
-        """Have `known` called, later and once, with the verdict that `enter`, or `enter_many`, did not have."""
+        """Have `known` called, later and once, with the verdict that `enter` did not have."""
         ...
 
 
@@ -608,12 +607,8 @@ class Admission(RateLimits, Protocol):
     # None: which requests are refused depends on what is in the body.
     early: "EarlyRefusals | None"
 
-    def hold(self, request: Request, concurrent: int) -> CarpoolError | None:
-        """Count a synchronous request among the `concurrent` that its owner may have at once, or say why not."""
-        ...
-
-    def hold_all(self, requests: Sequence[Request], concurrent: int) -> CarpoolError | None:
-        """The same for the requests of one call: all of them, or none."""
+    def hold(self, requests: Sequence[Request], concurrent: int) -> CarpoolError | None:
+        """Count the requests of one call among those that their owner may have at once, all or none; or say why not."""
         ...
 
     def admit(self, request: Request) -> CarpoolError | None:

@@ -147,7 +147,7 @@ class KServeV2:
         """Whether the rate limit of the caller lets so many rows in."""
         if caller.limit is None:
             return b""
-        entry = self._intake.enter_many(caller, cost)
+        entry = self._intake.enter(caller, cost)
         if entry is None:
             known: asyncio.Future[LimitVerdict] = asyncio.get_running_loop().create_future()
             self._intake.when_known(caller, partial(tell, known), cost)
