@@ -18,7 +18,7 @@ import typer
 from carpool.core.api_key import KEY_PREFIX, LIMIT_MAX, ApiKey, KeyStoreError, key_fault, owner_fault
 from carpool.core.clock import rfc3339
 from carpool.core.names import ModeName
-from carpool.settings import ConfigError, Settings, broker_address, check_name, load_settings
+from carpool.settings import ConfigError, Settings, broker_address, check_name, configured_keys, load_settings
 
 Done = TypeVar("Done")
 
@@ -143,9 +143,7 @@ def list_keys(
     """List the keys: whose they are and what they let them do. The keys themselves are nowhere."""
     settings = _load(config, broker, data_dir)
     rows = [_row(key, "kept") for key in _do(_store(settings).all)]
-    for name, each in settings.keys.items():
-        own = ApiKey(name=name, sha256=each.sha256.lower(), owner=each.owner, tier=each.tier, models=tuple(each.models))
-        rows.append(_row(own, "configuration"))
+    rows += [_row(key, "configuration") for key in configured_keys(settings)]
     if json:
         typer.echo(json_module.dumps({"keys": rows}, indent=2))
         return
@@ -185,10 +183,9 @@ def _read_key() -> str:
 
 def _check_is_new(key: ApiKey, settings: Settings) -> None:
     """Refuse a key that is known by another name: its tier and limits would be ambiguous."""
-    configured = ((name, each.sha256.lower()) for name, each in settings.keys.items())
-    for name, digest in (*configured, *((each.name, each.sha256) for each in _do(_store(settings).all))):
-        if digest == key.sha256:
-            _leave(f"the key on stdin is there already: it is called {name}")
+    for known in (*configured_keys(settings), *_do(_store(settings).all)):
+        if known.sha256 == key.sha256:
+            _leave(f"the key on stdin is there already: it is called {known.name}")
 
 
 def _load(config: Path | None, broker: str | None, data_dir: str | None) -> Settings:
