@@ -8,8 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from carpool.admission.leases import slack
-from carpool.admission.limits import LocalLimits
+from carpool.admission.limits import LocalLimits, slack
 from carpool.admission.shared_limits import SharedLimits
 from carpool.core.errors import CarpoolError
 from carpool.core.token_bucket import TokenBucket

@@ -7,8 +7,7 @@ from itertools import count
 import pytest
 
 from carpool.admission import shared_limits
-from carpool.admission.leases import LEASE_S, Lease
-from carpool.admission.limits import TIDY_FROM, LocalLimits, Permits
+from carpool.admission.limits import LEASE_S, TIDY_FROM, Lease, LocalLimits, Permits
 from carpool.admission.shared_limits import SharedLimits
 from carpool.core.errors import CarpoolError, ClientLeft
 from carpool.core.ports import Caller, LimitVerdict, RateAsk, RateLimit, RateTold

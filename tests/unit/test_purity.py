@@ -11,7 +11,6 @@ ROOT = Path(carpool.__file__).parent
 IMPURE = {"asyncio", "random", "secrets", "selectors", "socket", "ssl", "subprocess", "threading", "time", "uvloop"}
 PURE = [
     "admission/input_policy.py",
-    "admission/leases.py",
     "admission/limits.py",
     "admission/cache.py",
     "admission/owners.py",
@@ -22,7 +21,6 @@ PURE = [
     "broker/journal_records.py",
     "broker/lanes.py",
     "broker/queue_stats.py",
-    "broker/min_share.py",
     "broker/deadlines.py",
     "broker/task_places.py",
     "broker/webhooks/addresses.py",

@@ -1,4 +1,4 @@
-"""The rate limits of a gateway that is one of several (core.ports.RateLimits): mostly by leases (leases.py).
+"""The rate limits of a gateway that is one of several (core.ports.RateLimits): mostly by leases.
 
 A call that no lease covers waits for the answer of the budget that all gateways share. The questions of one turn of the
 event loop are asked together. While the budget cannot be reached, this gateway has its part of each limit.
@@ -6,8 +6,7 @@ event loop are asked together. While the budget cannot be reached, this gateway 
 
 from collections.abc import Callable
 
-from carpool.admission.leases import Lease
-from carpool.admission.limits import LocalLimits
+from carpool.admission.limits import Lease, LocalLimits
 from carpool.core.clock import Clock, monotonic
 from carpool.core.ports import Caller, LimitVerdict, RateBudget, RateLimit, RateTold
 from carpool.core.timers import Every, OncePerTurn

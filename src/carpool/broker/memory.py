@@ -361,7 +361,7 @@ class MemoryBroker:
                 # Else it had its slot, and was put back; or it is shared, and each member has its own timeout.
                 self.settle(request, queue_time_passed(request.queue_timeout_s))
             else:
-                self._deadlines.add_end(request)
+                self._deadlines.add_unordered(request, request.deadline)
 
     def before_task(self, request: Request) -> int | None:
         """How many go before a task that waits: tasks by their places, and all synchronous ones; else None."""

@@ -116,7 +116,7 @@ class PendingRequests:
 
     def await_end(self, request: Request) -> None:
         """It is `due` again when its time is over."""
-        self._deadlines.add_end(request)
+        self._deadlines.add_unordered(request, request.deadline)
 
     def remove(self, request: Request) -> None:
         """A request goes another way."""

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, NoReturn, Protocol, TypeVar
+from typing import TYPE_CHECKING, Annotated, NoReturn, TypeVar
 
 import typer
 
@@ -19,6 +19,10 @@ from carpool.core.api_key import KEY_PREFIX, LIMIT_MAX, ApiKey, KeyStoreError, k
 from carpool.core.clock import rfc3339
 from carpool.core.names import ModeName
 from carpool.settings import ConfigError, Settings, broker_address, check_name, configured_keys, load_settings
+
+if TYPE_CHECKING:
+    from carpool.admission.key_file import KeyFile
+    from carpool.broker.redis.fleet.api_keys import RedisKeyStore
 
 Done = TypeVar("Done")
 
@@ -57,22 +61,6 @@ DataDir = Annotated[
     str | None, typer.Option("--data-dir", metavar="DIR", help="As for the gateway: keep keys beside its journal.")
 ]
 Name = Annotated[str, typer.Argument(metavar="NAME", help="What the key is called.")]
-
-
-class KeyStore(Protocol):
-    """Where keys are kept."""
-
-    def create(self, key: ApiKey) -> bool:
-        """Keep a key; false if there is one of that name."""
-        ...
-
-    def revoke(self, name: str) -> bool:
-        """Forget a key; false if there is none of that name."""
-        ...
-
-    def all(self) -> list[ApiKey]:
-        """Every key, by name."""
-        ...
 
 
 @keys.command("import", help="Take a key that a client has, of any form from 20 characters on: one line on stdin.")
@@ -206,7 +194,7 @@ def _check(key: ApiKey, settings: Settings) -> None:
         check_name(model, "--models")
 
 
-def _store(settings: Settings) -> KeyStore:
+def _store(settings: Settings) -> "KeyFile | RedisKeyStore":
     # Here, so that the other commands do not pay for it.
     if settings.broker.url:
         from carpool.broker.redis.fleet.api_keys import RedisKeyStore

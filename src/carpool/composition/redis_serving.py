@@ -5,7 +5,7 @@ import logging
 from collections.abc import Callable
 from functools import partial
 
-from carpool.broker.min_share import LOWEST_TIER_SHARE
+from carpool.broker.lanes import LOWEST_TIER_SHARE
 from carpool.broker.redis.batcher.consumer import Consumer
 from carpool.broker.redis.batcher.elsewhere import BatchersElsewhere
 from carpool.broker.redis.batcher.replies import ReplyWriter

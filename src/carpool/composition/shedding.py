@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 
 from carpool.admission.shedding import LoadShedder, TierRule
-from carpool.broker.min_share import LOWEST_TIER_SHARE
+from carpool.broker.lanes import LOWEST_TIER_SHARE
 from carpool.core.clock import Clock
 from carpool.core.ports import QueueStats
 from carpool.core.request import Request

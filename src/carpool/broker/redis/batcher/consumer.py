@@ -20,8 +20,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from carpool.broker.lanes import SYNCHRONOUS_SHARE, MinShare
 from carpool.broker.memory import MemoryBroker
-from carpool.broker.min_share import SYNCHRONOUS_SHARE, MinShare
 from carpool.broker.redis.batcher.entries import FedModel, Unpacker
 from carpool.broker.redis.batcher.history import history_of
 from carpool.broker.redis.batcher.leases import NEW, NO_HEADER, EntryLease, LeasedEntries, Leases
