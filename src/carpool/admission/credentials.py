@@ -3,8 +3,7 @@
 1. `Authorization: Bearer …` has a key or a token, `X-API-Key: …` a key. Both headers at once are refused: the gateway
    cannot know which of the two was meant. A key may have any form, so what is no known key may be a token.
 2. Whatever is wrong with a credential, its client gets the same error.
-3. Keys are found by their SHA-256; there is nothing else to compare them with. The digest that was found is compared
-   in constant time.
+3. Keys are found by their SHA-256: how long that takes tells nothing of a key that is near to it.
 4. What was verified is remembered by the header that it came in, until it is over, is revoked, or the keys that sign
    tokens change, or there are too many of them. Not by a digest: that of a token takes longer than all the
    rest of admission, and the bytes of a header that a connection sends each time are hashed but once. Python's own
@@ -13,7 +12,6 @@
 6. A Caller is made once for each credential. The limits are the key's own, else its tier's.
 """
 
-import hmac
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -51,8 +49,6 @@ class Known(NamedTuple):
     caller: Caller
     # The wall clock's time from which on it is not.
     until: float
-    # The digest of a key; b"" for a token.
-    digest: bytes = b""
 
 
 class Credentials:
@@ -135,11 +131,8 @@ class Credentials:
         return known
 
     def _find_key(self, key: bytes) -> Known | None:
-        digest = sha256(key).digest()
-        known = self._keys.get(digest)
-        if known is not None and hmac.compare_digest(known.digest, digest):
-            return known if self._wall() < known.until else None
-        return None
+        known = self._keys.get(sha256(key).digest())
+        return known if known is not None and self._wall() < known.until else None
 
     def _find_token(self, token: bytes) -> Known | None:
         now = self._wall()
@@ -155,8 +148,7 @@ class Credentials:
         found: dict[bytes, Known] = {}
         # The configuration's word counts where both have one.
         for key in (*(self._stored or ()), *self._configured):
-            digest = bytes.fromhex(key.sha256)
-            found[digest] = Known(self._caller_of(key), key.expires or inf, digest)
+            found[bytes.fromhex(key.sha256)] = Known(self._caller_of(key), key.expires or inf)
         self._keys = found
         self._bearers.clear()
         self._api_keys.clear()
