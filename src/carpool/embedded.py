@@ -10,6 +10,7 @@ from msgspec import UNSET
 
 from carpool.broker.dead_letters import DeadLetterBox, DeadLetterDesk
 from carpool.broker.journal import Journal
+from carpool.broker.result_cache import SameKey
 from carpool.broker.tasks import Tasks
 from carpool.broker.webhooks.deliverer import Deliverer
 from carpool.broker.webhooks.journal_outbox import JournalOutbox
@@ -22,7 +23,6 @@ from carpool.composition.tracking import describe_tracking
 from carpool.composition.webhooks import describe_webhooks, start_webhooks
 from carpool.core.defaults import do_nothing
 from carpool.core.outcome import Output
-from carpool.core.ports import SameKey
 from carpool.core.snapshot import FleetState, Health, JournalNumbers, OutcomeNumbers, Snapshot, problem_of
 from carpool.core.webhook import WEBHOOK_BYTES_MAX
 from carpool.face.http.admin import FoundRequest

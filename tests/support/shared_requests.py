@@ -4,9 +4,9 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from carpool.admission.cache import ResultCache, digest_key, digest_key_of_owner, exact_key, exact_key_of_owner
 from carpool.broker.coalescer import Coalescer
 from carpool.broker.memory import MemoryBroker
+from carpool.broker.result_cache import ResultCache, digest_key, digest_key_of_owner, exact_key, exact_key_of_owner
 from carpool.core.errors import CarpoolError
 from carpool.core.outcome import CallFacts, Output
 from carpool.core.ports import NO_OPTIONS, RequestOptions

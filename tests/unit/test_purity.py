@@ -12,7 +12,7 @@ IMPURE = {"asyncio", "random", "secrets", "selectors", "socket", "ssl", "subproc
 PURE = [
     "admission/input_policy.py",
     "admission/limits.py",
-    "admission/cache.py",
+    "broker/result_cache.py",
     "admission/owners.py",
     "admission/shedding.py",
     "batching/policy.py",

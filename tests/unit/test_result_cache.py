@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from hypothesis import given
 from hypothesis import strategies as st
 
-from carpool.admission.cache import ENTRY_BYTES, ResultCache, digest_key, digest_key_of_owner, exact_key
+from carpool.broker.result_cache import ENTRY_BYTES, ResultCache, digest_key, digest_key_of_owner, exact_key
 from carpool.core.request import Request
 from carpool.testing import Witness, make_output, make_request
 

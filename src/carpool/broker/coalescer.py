@@ -30,6 +30,7 @@ from msgspec.structs import replace
 
 from carpool.broker.asked_twice import AskedTwice
 from carpool.broker.deadlines import Deadlines
+from carpool.broker.result_cache import ResultCache, SameKey
 from carpool.core.clock import Clock, monotonic
 from carpool.core.errors import (
     CarpoolError,
@@ -42,7 +43,7 @@ from carpool.core.errors import (
 from carpool.core.events import Events
 from carpool.core.histograms import RequestSeconds
 from carpool.core.outcome import Outcome, Output
-from carpool.core.ports import NO_OPTIONS, CountingQueue, FarResults, RequestOptions, Results, SameKey
+from carpool.core.ports import NO_OPTIONS, CountingQueue, FarResults, RequestOptions
 from carpool.core.request import ADMITTED, DONE, QUEUED, RUNNING, Request
 
 logger = logging.getLogger("carpool.broker")
@@ -82,7 +83,7 @@ class Coalescer:
         admit: Callable[[Request], CarpoolError | None],
         admit_task: Callable[[Request, Callable[[CarpoolError | None], None]], None],
         queue: CountingQueue,
-        results: Results,
+        results: ResultCache,
         key_of: Callable[[Request], SameKey],
         *,
         seconds: RequestSeconds,

@@ -3,11 +3,11 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from carpool.admission.cache import ResultCache, digest_key, digest_key_of_owner, exact_key, exact_key_of_owner
 from carpool.admission.gate import Gate
 from carpool.admission.limits import LocalLimits
 from carpool.admission.shedding import LoadShedder, pressure
 from carpool.broker.coalescer import LOOKUPS, Coalescer
+from carpool.broker.result_cache import ResultCache, digest_key, digest_key_of_owner, exact_key, exact_key_of_owner
 from carpool.composition.credentials import make_credentials, watch_token_keys
 from carpool.composition.runtime import Runtime
 from carpool.core.defaults import one

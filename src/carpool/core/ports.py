@@ -428,26 +428,6 @@ class RequestOptions(msgspec.Struct, frozen=True):
 NO_OPTIONS = RequestOptions()
 
 
-# What is the same for requests that have the same result: model, parameters, lane, owner (or ""), input; or a digest.
-SameKey = bytes | tuple[str, bytes, bytes, str, bytes]
-
-
-class Results(Protocol):
-    """Results that this process keeps."""
-
-    def __contains__(self, key: SameKey) -> bool:
-        """Whether there is one under this key, however old."""
-        ...
-
-    def find(self, key: SameKey, now: float) -> Output | None:
-        """The result under this key, if there is one."""
-        ...
-
-    def keep(self, key: SameKey, output: Output, now: float, age_s: float = 0.0) -> None:
-        """Keep a result that came `age_s` ago."""
-        ...
-
-
 class FarResults(Protocol):
     """Results that many processes keep together. Whatever is wrong there, the request goes on without."""
 

@@ -18,9 +18,10 @@ from hashlib import blake2b
 import msgspec
 
 from carpool.core.outcome import CallFacts, Output
-from carpool.core.ports import SameKey
 from carpool.core.request import Request
 
+# What is the same for requests that have the same result: model, parameters, lane, owner (or ""), input; or a digest.
+SameKey = bytes | tuple[str, bytes, bytes, str, bytes]
 # What Python needs for an entry beside the bytes of key and output: objects, and their places in the dictionary.
 ENTRY_BYTES = 600
 # The part before the input in a digest is remembered if it is no longer than this: clients write it.
@@ -37,7 +38,7 @@ class KeptResult(msgspec.Struct, frozen=True, gc=False):
 
 
 class ResultCache:
-    """The results of one process (core.ports.Results)."""
+    """The results of one process."""
 
     def __init__(self, *, bytes_max: int, ttl_s: float) -> None:
         self._bytes_max = bytes_max
