@@ -9,8 +9,8 @@ from pathlib import Path
 from msgspec import UNSET
 
 from carpool.broker.dead_letters import DeadLetterBox, DeadLetterDesk
-from carpool.broker.fill import LOOK_S, FillWatch
 from carpool.broker.journal import Journal, JournalOutbox
+from carpool.broker.result_cache import SameKey
 from carpool.broker.tasks import Tasks
 from carpool.broker.webhooks.deliverer import Deliverer
 from carpool.composition.credentials import watch_key_file
@@ -22,7 +22,6 @@ from carpool.composition.tracking import describe_tracking
 from carpool.composition.webhooks import describe_webhooks, start_webhooks
 from carpool.core.defaults import do_nothing
 from carpool.core.outcome import Output
-from carpool.core.ports import SameKey
 from carpool.core.snapshot import FleetState, Health, JournalNumbers, OutcomeNumbers, Snapshot, problem_of
 from carpool.core.webhook import WEBHOOK_BYTES_MAX
 from carpool.face.http.admin import FoundRequest
@@ -86,11 +85,8 @@ class EmbeddedProcess(Process):
         self._restored = self.tasks.restore(frozenset(self.runtime.models), place_of)
 
     def _watch(self) -> None:
-        runtime = self.runtime
         if self.admission.credentials is not None:
-            watch_key_file(runtime, self.admission.credentials)
-        fill = FillWatch(runtime.settings.tasks.stored_bytes_max)
-        runtime.do_every(LOOK_S, lambda: fill.look(self.journal.unread_bytes, runtime.clock()))
+            watch_key_file(self.runtime, self.admission.credentials)
 
     async def _open_faces(self) -> None:
         await self.faces.start(self.listening, self.check_ready)

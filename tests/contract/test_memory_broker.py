@@ -133,28 +133,6 @@ class TestMemoryBroker:
         assert self.witness.outcome(request) is output
         assert self.held() == (0, 0)
 
-    def test_a_flood_of_one_owner_does_not_delay_others(self) -> None:
-        """What an owner has waiting beyond its share stands behind others; its own order stays."""
-        self.queued("first", owner="b")  # so that it is known that there are others
-        assert len(self.take()) == 1
-        flood = [self.queued(f"flood {number}", owner="a") for number in range(260)]
-        self.clock.advance(1.0)
-        single = self.queued("single", owner="b")
-        self.clock.advance(0.01)
-        taken = self.take(130) + self.take(10)
-        assert single in taken[:130]
-        assert [request for request in taken if request.owner == "a"] == flood[:139]
-
-    def test_sharing_inside_a_tier_takes_nothing_from_it(self) -> None:
-        """The tier's place is that of its longest-waiting request, whoever's turn it is."""
-        self.queued("first", owner="b", tier=1)
-        assert len(self.take()) == 1
-        flood = [self.queued(f"flood {number}", owner="a", tier=1) for number in range(150)]
-        self.clock.advance(0.3)
-        self.queued("later", tier=0)
-        self.clock.advance(0.01)
-        assert self.take(150) == flood
-
     def test_a_lane_that_empties_and_fills_again_goes_on_counting(self) -> None:
         """The arrival rate is derived from the count, and kept in the notes."""
         self.queued("a")

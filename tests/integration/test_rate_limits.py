@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 from random import Random
 
-from carpool.admission.leases import slack
+from carpool.admission.limits import slack
 from carpool.admission.shared_limits import SharedLimits
 from carpool.broker.redis.client.link import RedisFailure
 from carpool.broker.redis.gateway.rates import RedisRateBudget

@@ -66,7 +66,8 @@ def test_any_order_of_questions(  # noqa: C901 - one case for each question
                 first = at_once, now - age_s
                 shedder.suppose(lambda first=first: first, stats_by_tier, counts_running=counts_running)  # type: ignore[misc]
             case ("tick", float(tick_s)):
-                shedder.tick(tick_s, now)
+                now += tick_s
+                shedder.tick(now)
             case ("waited", int(number), float(wait_s)):
                 shedder.waited(number % count, wait_s)
             case ("one", int(number), str(owner)):

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from carpool.admission.leases import slack
-from carpool.admission.limits import LocalLimits
+from carpool.admission.limits import LocalLimits, slack
 from carpool.admission.shared_limits import SharedLimits
 from carpool.core.errors import CarpoolError
 from carpool.core.token_bucket import TokenBucket
@@ -191,16 +190,16 @@ def test_one_process_alone_is_exact(per_minute: int, burst: int, costs: tuple[in
     assert most_in_a_minute(door.came_in) <= per_minute + max(burst, *costs)
     # What a refusal says is true: who comes again when Retry-After is over comes in, and nobody sooner.
     for cost in costs:
-        while not isinstance(refusal := limits.enter_many(caller, cost), CarpoolError):
+        while not isinstance(refusal := limits.enter(caller, cost), CarpoolError):
             pass
         assert refusal.retry_after_s is not None
         if refusal.retry_after_s > 1:
             clock.advance(refusal.retry_after_s - 1)
-            assert isinstance(limits.enter_many(caller, cost), CarpoolError)
+            assert isinstance(limits.enter(caller, cost), CarpoolError)
             clock.advance(1)
         else:
             clock.advance(refusal.retry_after_s)
-        assert isinstance(limits.enter_many(caller, cost), bytes)
+        assert isinstance(limits.enter(caller, cost), bytes)
 
 
 @given(
@@ -220,7 +219,7 @@ def test_each_limit_of_an_owner_holds_by_itself_debts_too(calls: list[tuple[floa
     for pause_s, limit, cost in calls:
         clock.advance(pause_s)
         interval_s, burst = 60 / limit[0], limit[1]
-        came_in = isinstance(limits.enter_many(limited(*limit), cost), bytes)
+        came_in = isinstance(limits.enter(limited(*limit), cost), bytes)
         ahead_s = max(full_at.get(limit, 0.0) - clock(), 0.0) + cost * interval_s
         assert came_in == (ahead_s <= max(burst, cost) * interval_s + 1e-4)
         if came_in:

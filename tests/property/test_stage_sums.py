@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import UnsetType
 
-from carpool.admission.cache import ResultCache, exact_key
 from carpool.broker.coalescer import Coalescer
+from carpool.broker.result_cache import ResultCache, exact_key
 from carpool.core.errors import InputRefused
 from carpool.core.outcome import Outcome, Output
 from carpool.core.ports import NO_OPTIONS

@@ -83,7 +83,7 @@ class LoadShedder:
 
     def knock(self, limits: RateLimits, caller: Caller, cost: int = 1) -> None:
         """One request, or a call that counts as so many."""
-        entry = limits.enter(caller) if cost == 1 else limits.enter_many(caller, cost)
+        entry = limits.enter(caller, cost)
         if entry is not None:
             self._known(entry, cost)
             return

@@ -137,7 +137,7 @@ class WatchedNodes(Nodes):
 
 
 class SlotsModel:
-    """A model with as many free slots as a test says (carpool.broker.broker_ports.FedModel)."""
+    """A model with as many free slots as a test says (carpool.broker.redis.batcher.entries.FedModel)."""
 
     def __init__(self, free: int, largest: int, name: str = MODEL) -> None:
         self.name = name

@@ -4,9 +4,9 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from carpool.admission.cache import ResultCache, digest_key, digest_key_of_owner, exact_key, exact_key_of_owner
 from carpool.broker.coalescer import Coalescer
 from carpool.broker.memory import MemoryBroker
+from carpool.broker.result_cache import ResultCache, digest_key, digest_key_of_owner, exact_key, exact_key_of_owner
 from carpool.core.errors import CarpoolError
 from carpool.core.outcome import CallFacts, Output
 from carpool.core.ports import NO_OPTIONS, RequestOptions
@@ -64,7 +64,7 @@ class CoalescerStand:
             clock=self.clock,
         )
         self.broker.when_work_arrives("m", lambda lane: None)
-        self.results = ResultCache(bytes_max=10**6, ttl_s=ttl_s)
+        self.results = ResultCache(bytes_max=10**8, ttl_s=ttl_s)
         self.refusal: CarpoolError | None = None
         self.admitted = 0
         keys = (exact_key, exact_key_of_owner) if far is None else (digest_key, digest_key_of_owner)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from carpool.batching.call_times import CallTimes
+from carpool.batching.loop import CallTimes
 
 LARGEST = 64
 

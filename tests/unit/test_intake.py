@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from carpool.admission.cache import ResultCache, digest_key, exact_key
 from carpool.admission.gate import Gate
 from carpool.admission.shedding import LoadShedder, TierRule
 from carpool.broker.coalescer import Coalescer
 from carpool.broker.journal import Journal
 from carpool.broker.memory import MemoryBroker
+from carpool.broker.result_cache import ResultCache, digest_key, exact_key
 from carpool.broker.tasks import Tasks
 from carpool.core.errors import (
     CarpoolError,

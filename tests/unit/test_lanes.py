@@ -81,16 +81,6 @@ def test_strict_order_holds_between_lanes_too() -> None:
     assert just_come.place() < long_waiting.place()
 
 
-def test_memory_follows_the_living(lane: Lane) -> None:
-    stays = waiting(lane, "stays", 0.0)
-    left = WatchedRequests()
-    for _ in range(10 * REBUILD_DEAD_MIN):
-        comes_and_goes(lane, left)
-    assert lane.requests() == [stays]
-    assert left.kept() <= REBUILD_DEAD_MIN + 1
-    assert repr(lane) == f"<Lane m waiting=1 dead={left.kept()}>"
-
-
 def test_a_rebuild_leaves_nothing_dead_behind(lane: Lane) -> None:
     left = WatchedRequests()
     for _ in range(REBUILD_DEAD_MIN + 1):

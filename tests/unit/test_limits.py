@@ -7,8 +7,7 @@ from itertools import count
 import pytest
 
 from carpool.admission import shared_limits
-from carpool.admission.leases import LEASE_S, Lease
-from carpool.admission.limits import TIDY_FROM, LocalLimits, Permits
+from carpool.admission.limits import LEASE_S, TIDY_FROM, Lease, LocalLimits, Permits
 from carpool.admission.shared_limits import SharedLimits
 from carpool.core.errors import CarpoolError, ClientLeft
 from carpool.core.ports import Caller, LimitVerdict, RateAsk, RateLimit, RateTold
@@ -50,24 +49,24 @@ class TestOneProcess:
     def test_a_call_of_several_takes_as_many_or_nothing(self) -> None:
         clock = FakeClock()
         limits, caller = LocalLimits(clock), limited(60, burst=5)
-        assert left_of(limits.enter_many(caller, 3)) == 2
-        refusal = refused(limits.enter_many(caller, 4))
+        assert left_of(limits.enter(caller, 3)) == 2
+        refusal = refused(limits.enter(caller, 4))
         assert refusal.retry_after_s == 2
         assert "counts as 4" in refusal.detail
         assert b"r=0;t=3" in refusal.header_lines
-        assert left_of(limits.enter_many(caller, 2)) == 0
+        assert left_of(limits.enter(caller, 2)) == 0
 
     def test_one_of_more_than_the_burst_comes_in_on_a_full_bucket_and_leaves_a_debt(self) -> None:
         clock = FakeClock()
         limits, caller = LocalLimits(clock), limited(60, burst=5)
         limits.enter(caller)
-        assert refused(limits.enter_many(caller, 20)).retry_after_s == 1
+        assert refused(limits.enter(caller, 20)).retry_after_s == 1
         clock.advance(1.0)
-        assert limits.enter_many(caller, 20) == (
+        assert limits.enter(caller, 20) == (
             b'RateLimit-Policy: "default";q=60;w=60\r\nRateLimit: "default";r=0;t=20\r\n'
         )
         assert refused(limits.enter(caller)).retry_after_s == 16
-        assert refused(limits.enter_many(caller, 20)).retry_after_s == 20
+        assert refused(limits.enter(caller, 20)).retry_after_s == 20
         left_of(limits.enter(limited(60, burst=5, owner="another")))
         clock.advance(16.0)
         assert left_of(limits.enter(caller)) == 0
@@ -77,11 +76,11 @@ class TestOneProcess:
         clock = FakeClock()
         limits = LocalLimits(clock, buckets_max=4 * TIDY_FROM)
         for number in range(2 * TIDY_FROM):
-            left_of(limits.enter_many(limited(60, owner=str(number)), 50))
+            left_of(limits.enter(limited(60, owner=str(number)), 50))
         clock.advance(1.0)
         assert refused(limits.enter(limited(60, owner="0"))).retry_after_s == 49
         for number in range(20 * TIDY_FROM):
-            limits.enter_many(limited(60, owner=f"other {number}"), 50)
+            limits.enter(limited(60, owner=f"other {number}"), 50)
         assert len(limits) <= 4 * TIDY_FROM
 
     @pytest.mark.parametrize("caller", [Caller("o", 0), limited(0)])
@@ -124,13 +123,13 @@ class TestAtOnce:
     def test_a_place_is_free_again_when_a_request_has_its_outcome(self) -> None:
         permits, witness = Permits(), Witness()
         first, second, third = (make_request(str(number), witness, now=0.0, owner="o") for number in range(3))
-        assert permits.give(first, 2) is None
-        assert permits.give(second, 2) is None
-        assert refused(permits.give(third, 2)).status == 429
+        assert permits.give([first], 2) is None
+        assert permits.give([second], 2) is None
+        assert refused(permits.give([third], 2)).status == 429
         first.settle(ClientLeft("left"), 1.0)
-        assert permits.give(third, 2) is None
+        assert permits.give([third], 2) is None
         first.settle(ClientLeft("left"), 1.0)  # not again
-        assert permits.give(make_request("4", witness, now=0.0, owner="o"), 2) is not None
+        assert permits.give([make_request("4", witness, now=0.0, owner="o")], 2) is not None
         second.settle(ClientLeft("left"), 1.0)
         third.settle(ClientLeft("left"), 1.0)
         assert len(permits) == 0
@@ -139,7 +138,7 @@ class TestAtOnce:
         permits, witness = Permits(), Witness()
         for number in range(5):
             request = make_request(str(number), witness, now=0.0, owner="o")
-            assert permits.give(request, 1) is None
+            assert permits.give([request], 1) is None
             request.settle(ClientLeft("shed"), 0.0)
         assert len(permits) == 0
 
@@ -150,14 +149,14 @@ class TestAtOnce:
             return [make_request(f"{name}.{number}", witness, now=0.0, owner="o") for number in range(size)]
 
         first, second, larger = call("a", 3), call("b", 2), call("c", 9)
-        assert permits.give_all(first, 4) is None
-        assert refused(permits.give_all(second, 4)).status == 429
-        assert permits.give(make_request("one", witness, now=0.0, owner="o"), 4) is None
-        assert permits.give(make_request("two", witness, now=0.0, owner="o"), 4) is not None
+        assert permits.give(first, 4) is None
+        assert refused(permits.give(second, 4)).status == 429
+        assert permits.give([make_request("one", witness, now=0.0, owner="o")], 4) is None
+        assert permits.give([make_request("two", witness, now=0.0, owner="o")], 4) is not None
         for request in first:
             request.settle(ClientLeft("left"), 1.0)
-        assert permits.give_all(second, 4) is None
-        assert refused(permits.give_all(larger, 4)).retry_after_s == 1  # while it has others
+        assert permits.give(second, 4) is None
+        assert refused(permits.give(larger, 4)).retry_after_s == 1  # while it has others
 
 
 LIMIT = RateLimit(6000, 100)
@@ -259,7 +258,7 @@ def test_calls_that_count_the_same_are_asked_for_together() -> None:
         caller = limited(60, burst=9)
         entries: list[LimitVerdict] = []
         for cost in (1, 7, 1, 200, 7):
-            assert (limits.enter(caller) if cost == 1 else limits.enter_many(caller, cost)) is None
+            assert limits.enter(caller, cost) is None
             limits.when_known(caller, entries.append, cost)
         await asyncio.sleep(0.01)
         assert [left_of(entry) for entry in entries] == [9] * 5
@@ -288,7 +287,7 @@ def test_leases_are_renewed_however_many_owners_were_forgotten(monkeypatch: pyte
         for number in range(400):
             caller = limited(6000, burst=100, owner=str(number % 200))
             for cost in (1, 3, 200):
-                if (limits.enter(caller) if cost == 1 else limits.enter_many(caller, cost)) is None:
+                if limits.enter(caller, cost) is None:
                     limits.when_known(caller, lambda entry: None, cost)
             await asyncio.sleep(0.01)
         asked.clear()

@@ -11,9 +11,8 @@ ROOT = Path(carpool.__file__).parent
 IMPURE = {"asyncio", "random", "secrets", "selectors", "socket", "ssl", "subprocess", "threading", "time", "uvloop"}
 PURE = [
     "admission/input_policy.py",
-    "admission/leases.py",
     "admission/limits.py",
-    "admission/cache.py",
+    "broker/result_cache.py",
     "admission/owners.py",
     "admission/shedding.py",
     "batching/policy.py",
@@ -21,10 +20,7 @@ PURE = [
     "broker/fair_queue.py",
     "broker/journal_records.py",
     "broker/lanes.py",
-    "broker/owner_quota.py",
     "broker/queue_stats.py",
-    "broker/batch_builder.py",
-    "broker/min_share.py",
     "broker/deadlines.py",
     "broker/task_places.py",
     "broker/webhooks/rules.py",

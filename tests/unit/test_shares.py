@@ -2,7 +2,7 @@
 
 import pytest
 
-from carpool.broker.owner_quota import SHARE_COST, ParkedShares
+from carpool.broker.queue_stats import SHARE_COST, ParkedShares
 from carpool.core.request import Request
 from carpool.testing import Witness, make_request
 
@@ -15,7 +15,7 @@ class Stand:
     def park(self, owner: str, size: int = 0) -> Request:
         request = make_request("r", Witness(), now=self.now, owner=owner)
         request.size = size
-        self.shares.add(request)
+        self.shares.park(request)
         return request
 
     def over(self, requests: list[Request]) -> int:
@@ -31,9 +31,9 @@ def test_order_is_kept_until_the_last_that_is_over_has_ended(stand: Stand) -> No
     stand.park("b")
     flood = [stand.park("a") for _ in range(SHARE_COST + 2)]
     for request in flood[: SHARE_COST + 1]:
-        stand.shares.remove(request)
+        stand.shares.release(request)
     assert stand.park("a").is_over  # behind the one that still waits
-    stand.shares.remove(flood[-1])
+    stand.shares.release(flood[-1])
     again = stand.park("a")
     assert again.is_over  # behind the one before it
 
@@ -41,7 +41,7 @@ def test_order_is_kept_until_the_last_that_is_over_has_ended(stand: Stand) -> No
 def test_after_the_last_that_is_over_an_owner_begins_anew(stand: Stand) -> None:
     stand.park("b")
     for request in [stand.park("a") for _ in range(2 * SHARE_COST)]:
-        stand.shares.remove(request)
+        stand.shares.release(request)
         assert not request.is_over
     assert not stand.park("a").is_over
 
@@ -51,5 +51,5 @@ def test_it_tells_who_has_how_much(stand: Stand) -> None:
     shares = stand.shares
     assert (shares.waiting, shares.cost, shares.owners, shares.of("a"), shares.of("c")) == (3, 6.0, 2, 2, 0)
     for request in requests:
-        shares.remove(request)
+        shares.release(request)
     assert (shares.waiting, shares.cost, shares.owners, shares.of("a")) == (0, 0.0, 0, 0)

@@ -15,10 +15,10 @@ from carpool.admission.shedding import (
     TierRule,
     pressure,
 )
-from carpool.composition.shedding import Ticks, learn_share
+from carpool.composition.shedding import learn_share
 from carpool.core.errors import Shed
 from carpool.core.request import Request
-from carpool.testing import FakeClock, Witness, make_request
+from carpool.testing import Witness, make_request
 
 
 class Up:
@@ -188,7 +188,7 @@ class TestBursts:
             for number in range(40):
                 assert scene.shedder.refusal(FREE, f"owner{number}", scene.now) is None
             scene.now += 0.1
-            scene.shedder.tick(0.1, scene.now)
+            scene.shedder.tick(scene.now)
         assert self.comes_in(scene, 0) == "in time"
         brought = 400 * 1.76
         most = round(1760 - brought - 3 * sqrt(brought))
@@ -202,7 +202,7 @@ class TestBursts:
             for _ in range(80):
                 assert scene.shedder.refusal(FREE, "somebody", scene.now) is None
             scene.now += 0.1
-            scene.shedder.tick(0.1, scene.now)
+            scene.shedder.tick(scene.now)
         brought = 500 * 1.76
         most = round(1760 - brought - 3 * sqrt(brought))
         assert [self.comes_in(scene, waiting) for waiting in (most - 20, most + 20)] == ["late", "not at all"]
@@ -291,7 +291,7 @@ def test_who_would_be_late_takes_no_place_from_others() -> None:
         for number in range(100):
             late = make_request(f"{tick} {number}", Witness(), now=scene.now, own_timeout_s=0.001)
             assert isinstance(gate.admit(late), Shed)
-        scene.shedder.tick(0.1, scene.now)
+        scene.shedder.tick(scene.now)
     assert scene.shedder.shed[ENTERPRISE] == 5000
     assert scene.shedder.predicted_wait_s(FREE) == pytest.approx(0.02)
 
@@ -332,7 +332,7 @@ def test_the_guard_trusts_less_while_even_the_shortest_wait_is_too_long() -> Non
         for _ in range(times):
             scene.shedder.waited(FREE, wait_s)
         scene.now += GUARD_S
-        scene.shedder.tick(GUARD_S, scene.now)
+        scene.shedder.tick(scene.now)
         return scene.shedder.trust[FREE]
 
     look(0.1)
@@ -377,13 +377,11 @@ def test_pressure_is_1_at_the_target() -> None:
 
 @pytest.mark.parametrize("tick_s", [0.1, 0.15, 0.4])
 def test_ticks_that_come_late_make_no_rate_higher(tick_s: float) -> None:
-    scene, clock = Scene(), FakeClock()
-    ticks = Ticks({"m": scene.shedder}, clock)
-    for _ in range(60):
+    scene = Scene()
+    for number in range(60):
         for _ in range(round(200 * tick_s)):
             scene.ask(FREE)
-        clock.advance(tick_s)
-        ticks.tick()
+        scene.shedder.tick(number * tick_s)
     assert scene.shedder.rates[FREE] == pytest.approx(200.0, rel=0.01)
 
 
@@ -394,7 +392,7 @@ def test_a_flood_of_the_lowest_tier_elsewhere_sheds_nobody_above_it_here() -> No
         for _ in range(20):
             scene.ask(ENTERPRISE)
         scene.now += 0.1
-        scene.shedder.tick(0.1, scene.now)
+        scene.shedder.tick(scene.now)
     learn_share(scene.shedder, 1000.0, 8.0, [0.0, 0.0, 20_000.0], scene.stands, 6.0, 2)
     scene.stands[ENTERPRISE].set(somebody=1200)  # 200 a second, for 6 s each
     assert scene.ask(ENTERPRISE) is None
@@ -406,12 +404,12 @@ def test_a_flood_of_the_lowest_tier_elsewhere_sheds_nobody_above_it_here() -> No
 def test_it_is_counted_how_far_predicted_waits_are_off() -> None:
     """10 wait at 100 a second: 0.1 s. What was predicted just before a request came counts, not what is now."""
     scene = Scene(capacity=100.0)
-    scene.shedder.tick(0.1, 99.0)
+    scene.shedder.tick(99.0)
     assert scene.shedder.wait_errors["too-high"].total == 0
     scene.stands[ENTERPRISE].set(a=10)
-    scene.shedder.tick(0.1, 100.0)
+    scene.shedder.tick(100.0)
     scene.stands[ENTERPRISE].set(a=90)
-    scene.shedder.tick(0.1, 100.1)
+    scene.shedder.tick(100.1)
     scene.shedder.waited(ENTERPRISE, 0.4, 100.05)
     scene.shedder.waited(ENTERPRISE, 0.6, 100.2)
     errors = scene.shedder.wait_errors

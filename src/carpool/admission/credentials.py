@@ -3,17 +3,15 @@
 1. `Authorization: Bearer …` has a key or a token, `X-API-Key: …` a key. Both headers at once are refused: the gateway
    cannot know which of the two was meant. A key may have any form, so what is no known key may be a token.
 2. Whatever is wrong with a credential, its client gets the same error.
-3. Keys are found by their SHA-256; there is nothing else to compare them with. The digest that was found is compared
-   in constant time.
+3. Keys are found by their SHA-256: how long that takes tells nothing of a key that is near to it.
 4. What was verified is remembered by the header that it came in, until it is over, is revoked, or the keys that sign
-   tokens change; so many of them at most, the oldest go. Not by a digest: that of a token takes longer than all the
+   tokens change, or there are too many of them. Not by a digest: that of a token takes longer than all the
    rest of admission, and the bytes of a header that a connection sends each time are hashed but once. Python's own
    hash has a secret key, so how long a lookup takes tells nothing.
 5. While the stored keys have not been read yet, what is no known key and no token gets a 503: it may well be good.
 6. A Caller is made once for each credential. The limits are the key's own, else its tier's.
 """
 
-import hmac
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -23,6 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from carpool.core.api_key import KEY_CHARS_MAX, KEY_CHARS_MIN, ApiKey
 from carpool.core.errors import BrokerDown, CarpoolError, Unauthorized
+from carpool.core.kept import Kept
 from carpool.core.ports import Caller, Peer, RateLimit
 
 if TYPE_CHECKING:  # slow to import, and only some have it
@@ -50,36 +49,6 @@ class Known(NamedTuple):
     caller: Caller
     # The wall clock's time from which on it is not.
     until: float
-    # The digest of a key; b"" for a token.
-    digest: bytes = b""
-
-
-class Remembered:
-    """Headers with what they stand for: bounded, the oldest go."""
-
-    def __init__(self) -> None:
-        self._known: dict[bytes, Known] = {}
-        self._bytes = 0
-        # The hot path.
-        self.get = self._known.get
-
-    def __len__(self) -> int:
-        return len(self._known)
-
-    def add(self, header: bytes, known: Known) -> None:
-        """Remember a header that is not known yet, or stands for something else now."""
-        if self._known.pop(header, None) is None:
-            self._bytes += len(header)
-        self._known[header] = known
-        while len(self._known) > KNOWN_MAX or self._bytes > KNOWN_BYTES_MAX:
-            oldest = next(iter(self._known))
-            del self._known[oldest]
-            self._bytes -= len(oldest)
-
-    def clear(self) -> None:
-        """Forget all of them."""
-        self._known.clear()
-        self._bytes = 0
 
 
 class Credentials:
@@ -104,8 +73,8 @@ class Credentials:
         self._keys: dict[bytes, Known] = {}
         self._token_keys: TokenKeys | None = None
         # By the header `Authorization`, and by `X-API-Key`.
-        self._bearers = Remembered()
-        self._api_keys = Remembered()
+        self._bearers: Kept[bytes, Known] = Kept(KNOWN_MAX, KNOWN_BYTES_MAX)
+        self._api_keys: Kept[bytes, Known] = Kept(KNOWN_MAX, KNOWN_BYTES_MAX)
         self._index_keys()
 
     def __repr__(self) -> str:
@@ -143,7 +112,7 @@ class Credentials:
         if known is not None and self._wall() < known.until:
             return known.caller
         known = self._look_closer(given, remembered is self._bearers)
-        remembered.add(given, known)
+        remembered.keep(given, known, len(given))
         return known.caller
 
     def _look_closer(self, given: bytes, is_bearer: bool) -> Known:
@@ -162,11 +131,8 @@ class Credentials:
         return known
 
     def _find_key(self, key: bytes) -> Known | None:
-        digest = sha256(key).digest()
-        known = self._keys.get(digest)
-        if known is not None and hmac.compare_digest(known.digest, digest):
-            return known if self._wall() < known.until else None
-        return None
+        known = self._keys.get(sha256(key).digest())
+        return known if known is not None and self._wall() < known.until else None
 
     def _find_token(self, token: bytes) -> Known | None:
         now = self._wall()
@@ -182,8 +148,7 @@ class Credentials:
         found: dict[bytes, Known] = {}
         # The configuration's word counts where both have one.
         for key in (*(self._stored or ()), *self._configured):
-            digest = bytes.fromhex(key.sha256)
-            found[digest] = Known(self._caller_of(key), key.expires or inf, digest)
+            found[bytes.fromhex(key.sha256)] = Known(self._caller_of(key), key.expires or inf)
         self._keys = found
         self._bearers.clear()
         self._api_keys.clear()

@@ -68,8 +68,9 @@ class Gate:
         self._anonymous = anonymous
         rates = rates or LocalLimits(clock)
         # Callers with a limit come in by these (core.ports.RateLimits).
-        self.enter, self.enter_many, self.when_known = rates.enter, rates.enter_many, rates.when_known
-        self._permits = Permits(sharers)
+        self.enter, self.when_known = rates.enter, rates.when_known
+        # Counts the requests of one call among those that their owner may have at once.
+        self.hold = Permits(sharers).give
         # Closed at the end of a drain, when nothing could be finished any more.
         self.closed = False
 
@@ -85,14 +86,6 @@ class Gate:
             peer.proxy = itself
         owner = self._owners.behind(headers.get(b"x-forwarded-for", b""))
         return Caller(owner, self._lowest_tier, limit=self._anonymous) if owner else peer.proxy
-
-    def hold(self, request: Request, concurrent: int) -> CarpoolError | None:
-        """Count a synchronous request among those that its owner may have at once, or say why not."""
-        return self._permits.give(request, concurrent)
-
-    def hold_all(self, requests: Sequence[Request], concurrent: int) -> CarpoolError | None:
-        """The same for the requests of one call: all of them, or none."""
-        return self._permits.give_all(requests, concurrent)
 
     def admit(self, request: Request) -> CarpoolError | None:
         """Let a synchronous request in, or say why not."""

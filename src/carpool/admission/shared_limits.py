@@ -1,4 +1,4 @@
-"""The rate limits of a gateway that is one of several (core.ports.RateLimits): mostly by leases (leases.py).
+"""The rate limits of a gateway that is one of several (core.ports.RateLimits): mostly by leases.
 
 A call that no lease covers waits for the answer of the budget that all gateways share. The questions of one turn of the
 event loop are asked together. While the budget cannot be reached, this gateway has its part of each limit.
@@ -6,8 +6,7 @@ event loop are asked together. While the budget cannot be reached, this gateway 
 
 from collections.abc import Callable
 
-from carpool.admission.leases import Lease
-from carpool.admission.limits import LocalLimits
+from carpool.admission.limits import Lease, LocalLimits
 from carpool.core.clock import Clock, monotonic
 from carpool.core.ports import Caller, LimitVerdict, RateBudget, RateLimit, RateTold
 from carpool.core.timers import Every, OncePerTurn
@@ -78,21 +77,15 @@ class SharedLimits:
         """Renew no lease any more."""
         self._looks.stop()
 
-    def enter(self, caller: Caller) -> LimitVerdict | None:
-        """One more request of a caller with a limit; None if the budget has to be asked."""
+    def enter(self, caller: Caller, cost: int = 1) -> LimitVerdict | None:
+        """A call that counts as so many, all of them or none; None if the budget has to be asked."""
+        now = self._clock()
         account = self._accounts.get(caller.account)
         if account is None:
-            return self.enter_many(caller, 1)
-        now = self._clock()
-        return account.lease.enter(now) or self._without_lease(account, caller, now, 1)
-
-    def enter_many(self, caller: Caller, cost: int) -> LimitVerdict | None:
-        """The same for a call that counts as so many: all of it comes in, or nothing."""
-        limit = caller.limit
-        if limit is None or not limit.per_minute:
-            return b""
-        now = self._clock()
-        account = self._accounts.get(caller.account) or self._open(caller.account, limit, now)
+            limit = caller.limit
+            if limit is None or not limit.per_minute:
+                return b""
+            account = self._open(caller.account, limit, now)
         return account.lease.enter(now, cost) or self._without_lease(account, caller, now, cost)
 
     def _without_lease(self, account: Account, caller: Caller, now: float, cost: int) -> LimitVerdict | None:
@@ -100,7 +93,7 @@ class SharedLimits:
         if lease.is_over(now, cost):
             return lease.refusal(now, cost)
         if not self._is_reachable():
-            return self._alone.enter_many(caller, cost)
+            return self._alone.enter(caller, cost)
         # More calls than this do not come in, whatever the answer is: so what waits is bounded.
         return None if len(account.waiting) < lease.capacity else lease.refusal(now, cost)
 
@@ -173,7 +166,7 @@ class SharedLimits:
         if told is None:
             self.failures += 1
             for caller, known, cost in asked:
-                known(self._alone.enter_many(caller, cost))
+                known(self._alone.enter(caller, cost))
         else:
             lease.told(told, now)
             if told.leased:
@@ -187,7 +180,7 @@ class SharedLimits:
         waiting, account.waiting = account.waiting, []
         for caller, known, cost in waiting:
             # As if it came now: `known` runs its caller at once, and calls that come by that may forget this account.
-            entry = self.enter(caller) if cost == 1 else self.enter_many(caller, cost)
+            entry = self.enter(caller, cost)
             if entry is None:
                 self.when_known(caller, known, cost)
             else:

@@ -54,6 +54,7 @@ UNENDED_TIMES = 2.0
 GUARD_S = 0.5
 GUARD_SEEN_MIN = 4
 TRUST_FALLS, TRUST_GROWS, TRUST_MIN = 0.8, 0.05, 0.05
+TICK_S = 0.1
 # Weight of the newest tick in the rates; and in the rates that must see at once that more comes.
 RATE_WEIGHT, QUICK_WEIGHT = 0.2, 0.5
 # A rate is not worked out from less time than this.
@@ -378,8 +379,12 @@ class LoadShedder:
             self.call_s, self._burst_rps = call_s, at_once / call_s
             self._batch_s = call_s if self._counts_running else 0.0
 
-    def tick(self, seconds: float, now: float) -> None:
-        """Work out the rates of the last `seconds`, and how far the estimate is to be trusted."""
+    def tick(self, now: float) -> None:
+        """Work out the rates since the last tick, and how far the estimate is to be trusted. To be called every TICK_S.
+
+        Timers come late when there is much to do: the time counts that passed.
+        """
+        seconds = max(now - self._ticked_at, TICK_S / 10) if self._ticked_at > -inf else TICK_S
         for tier, admitted in enumerate(self._admitted):
             stands = self._stats_by_tier[tier].waiting
             came, served = admitted + self._refused[tier], max(0, admitted - (stands - self._stood[tier]))

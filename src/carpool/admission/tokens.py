@@ -26,11 +26,6 @@ from hashlib import sha256
 from typing import Any, NamedTuple
 
 import msgspec
-from cryptography import x509
-from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePublicKey
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
-from cryptography.hazmat.primitives.asymmetric.rsa import RSAPublicKey
-from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_public_key
 from joserfc.errors import JoseError
 from joserfc.jwk import ECKey, Key, OctKey, OKPKey, RSAKey
 from joserfc.jws import JWSRegistry
@@ -165,7 +160,7 @@ def read_keys(content: bytes, algorithms: Sequence[str]) -> list[tuple[Key, str 
         secret = content.rstrip(b"\r\n")
         if len(secret) < SECRET_BYTES_MIN:
             raise ValueError(f"a secret must have at least {SECRET_BYTES_MIN} bytes")
-        found = _import(OctKey, secret)
+        found = _checked(_load(OctKey, secret))
     algorithm = KEY_TYPES[found.key_type][1]
     return [(found, None, algorithm)] if not algorithms or algorithm in algorithms else []
 
@@ -196,40 +191,34 @@ def _read_key_set(text: bytes, algorithms: Sequence[str]) -> list[tuple[Key, str
             raise ValueError("a `kid` is not a text")
         # Only what makes the key: whatever else is said of it has been looked at.
         material = {part: entry[part] for part in ("kty", "crv", "n", "e", "x", "y", "k") if part in entry}
-        found.append((_import(key_class, material), name, usual))
+        found.append((_checked(_load(key_class, material)), name, usual))
     return found
 
 
 def _read_pem(text: bytes) -> Key:
     if b"PRIVATE KEY" in text:
         raise ValueError("it has a private key: tokens are checked by the public one, which is all that belongs here")
-    try:
-        if b"BEGIN CERTIFICATE" in text:
-            public: object = x509.load_pem_x509_certificate(text).public_key()
-        else:
-            public = load_pem_public_key(text)
-    except Exception:  # the library has several, and its texts may quote the file
-        raise ValueError("it is not a PEM with a public key or a certificate") from None
-    if isinstance(public, RSAPublicKey):
-        key_class: type[Key] = RSAKey
-    elif isinstance(public, EllipticCurvePublicKey) and public.curve.name == "secp256r1":
-        key_class = ECKey
-    elif isinstance(public, Ed25519PublicKey):
-        key_class = OKPKey
-    else:
-        raise ValueError("its key is neither RSA, nor EC on P-256, nor Ed25519")
-    return _import(key_class, public.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo))
+    for key_class, curve in (RSAKey, None), (ECKey, "P-256"), (OKPKey, "Ed25519"):
+        try:
+            key = _load(key_class, text)
+        except ValueError:
+            continue
+        if curve is None or key.curve_name == curve:
+            return _checked(key)
+    raise ValueError("it is not a PEM with a public key or a certificate, for RSA, EC on P-256 or Ed25519")
 
 
-def _import(key_class: type[Key], material: Any) -> Key:
+def _load(key_class: Any, material: Any) -> Any:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what they warn of is refused below
-            key = key_class.import_key(material)
-            weak = _weakness(key)
+            warnings.simplefilter("ignore")  # what they warn of is refused later
+            return key_class.import_key(material)
     except Exception:  # the library has several, and its texts may quote the key
         raise ValueError(f"a key of type {key_class.key_type} cannot be read") from None
-    if weak:
+
+
+def _checked(key: Key) -> Key:
+    if weak := _weakness(key):
         raise ValueError(weak)
     return key
 

@@ -30,6 +30,7 @@ from msgspec.structs import replace
 
 from carpool.broker.asked_twice import AskedTwice
 from carpool.broker.deadlines import Deadlines
+from carpool.broker.result_cache import ResultCache, SameKey
 from carpool.core.clock import Clock, monotonic
 from carpool.core.errors import (
     CarpoolError,
@@ -42,7 +43,7 @@ from carpool.core.errors import (
 from carpool.core.events import Events
 from carpool.core.histograms import RequestSeconds
 from carpool.core.outcome import Outcome, Output
-from carpool.core.ports import NO_OPTIONS, CountingQueue, FarResults, RequestOptions, Results, SameKey
+from carpool.core.ports import NO_OPTIONS, CountingQueue, FarResults, RequestOptions
 from carpool.core.request import ADMITTED, DONE, QUEUED, RUNNING, Request
 
 logger = logging.getLogger("carpool.broker")
@@ -82,7 +83,7 @@ class Coalescer:
         admit: Callable[[Request], CarpoolError | None],
         admit_task: Callable[[Request, Callable[[CarpoolError | None], None]], None],
         queue: CountingQueue,
-        results: Results,
+        results: ResultCache,
         key_of: Callable[[Request], SameKey],
         *,
         seconds: RequestSeconds,
@@ -100,7 +101,6 @@ class Coalescer:
         self._admit_task = admit_task
         self._queue = queue
         self._results = results
-        self._kept = results.numbers
         self._asked_twice = AskedTwice(is_one_of_many=far is not None)
         self._key_of = key_of
         self._seconds = seconds
@@ -149,7 +149,7 @@ class Coalescer:
                 self.lookups["passed"] += 1
                 return None
         key = self._key_of(request)  # also if refused: load refuses no request whose result is there
-        if hash(key) in self._kept and (found := self._results.find(key, request.arrived)) is not None:
+        if (found := self._results.find(key, request.arrived)) is not None:
             self._hit(request, found)
             return None
         if self._far is None or request.is_judged or key in self._open:  # if judged, `needing` has asked them
@@ -205,11 +205,7 @@ class Coalescer:
         """Requests for which there is neither a result nor a leader, by their keys."""
         needing: defaultdict[SameKey, list[Request]] = defaultdict(list)
         for key, request in keyed:
-            if (
-                request.result is None
-                and key not in self._open
-                and (hash(key) not in self._kept or self._results.find(key, request.arrived) is None)
-            ):
+            if request.result is None and key not in self._open and self._results.find(key, request.arrived) is None:
                 needing[key].append(request)
         if len(needing) < len(keyed):
             self._asked_twice.again()  # ends a rest, in which `ask` would queue the others, too
@@ -307,7 +303,7 @@ class Coalescer:
     def _keep(self, key: SameKey, output: Output, now: float) -> None:
         if self._far is not None:
             assert isinstance(key, bytes)
-            if self._far.keep(key, output) and hash(key) not in self._kept:
+            if self._far.keep(key, output) and key not in self._results:
                 return  # here too once a request asks for it: most results are never asked for again
         self._results.keep(key, output, now)
 
@@ -321,7 +317,7 @@ class Coalescer:
         def told(output: Output | None, age_s: float) -> None:
             self.held -= 1
             self.held_bytes -= size
-            if output is not None and hash(key) not in self._kept:  # else others have asked for it, too
+            if output is not None and key not in self._results:  # else others have asked for it, too
                 self._results.keep(key, output, self._clock(), age_s)
             found(output)
 

@@ -18,9 +18,8 @@ class Deadlines:
     """Requests by the time at which the broker must look at them."""
 
     def __init__(self) -> None:
-        # By queue timeout: requests to look at when it has passed, and requests to look at when their deadline has.
+        # By queue timeout: requests to look at when it has passed.
         self._waiting: dict[float, deque[Request]] = {}
-        self._ending: dict[float, deque[Request]] = {}
         self._heap: list[tuple[float, int, Request]] = []
         self._serial = 0
         # Entries, settled ones included, at which the settled are cleared away.
@@ -35,13 +34,6 @@ class Deadlines:
         if line is None:
             line = self._waiting[request.queue_timeout_s] = deque()
         line.append(request)
-
-    def add_end(self, request: Request) -> None:
-        """Look at a request that was due by `add` once more, at its deadline."""
-        if request.own_timeout_s:
-            self.add_unordered(request, request.deadline)
-            return
-        self._ending.setdefault(request.queue_timeout_s, deque()).append(request)
 
     def add_unordered(self, request: Request, due: float) -> None:
         """Look at the request at `due`, in no particular order with the others."""
@@ -59,11 +51,6 @@ class Deadlines:
                         break
                     found.append(request)
                 line.popleft()
-        for line in self._ending.values():
-            while line and (line[0].phase == DONE or line[0].deadline <= now):
-                request = line.popleft()
-                if request.phase != DONE:
-                    found.append(request)
         heap = self._heap
         while heap and (heap[0][0] <= now or heap[0][2].phase == DONE):
             request = heappop(heap)[2]
@@ -74,13 +61,12 @@ class Deadlines:
         return found
 
     def _size(self) -> int:
-        return len(self._heap) + sum(map(len, self._waiting.values())) + sum(map(len, self._ending.values()))
+        return len(self._heap) + sum(map(len, self._waiting.values()))
 
     def _drop_settled(self) -> None:
         """Keep unsettled requests only. The next time is when the entries have doubled, so it costs little per call."""
-        for lines in (self._waiting, self._ending):
-            for allowance_s, line in lines.items():
-                lines[allowance_s] = deque(request for request in line if request.phase != DONE)
+        for allowance_s, line in self._waiting.items():
+            self._waiting[allowance_s] = deque(request for request in line if request.phase != DONE)
         self._heap = [entry for entry in self._heap if entry[2].phase != DONE]
         heapify(self._heap)
         self._rebuild_at = max(REBUILD_MIN, 2 * self._size())

@@ -6,7 +6,7 @@
    requests they have waiting. Virtual time grows with every request by its cost ÷ the owners that wait, so later owners
    stand behind those that wait, and no owner starves, however many come.
 3. An owner with nothing waiting is forgotten, unless a large request put it ahead of virtual time: it must not come
-   back as if it had not got that. At most as many of these are remembered as owners wait, and KEPT_MIN more.
+   back as if it had not got that. At most as many of these tags are kept as owners wait, and KEPT_MIN more.
 4. While one owner alone waits, the line is a plain deque: no tags. Nor are there any while all that waits goes into
    one batch: what others sent is sorted by owner when a batch is taken that leaves some of it.
 5. Requests that were put back go before all others: they have been paid for.
@@ -16,31 +16,95 @@
 
 from collections import deque
 from collections.abc import Iterable
-from heapq import heapify, heappop, heappush, heapreplace
+from heapq import heappop, heappush, heapreplace
 from math import inf
 
-from carpool.broker.batch_builder import BatchBuilder
-from carpool.broker.queue_stats import COST_BYTES, WaitingCount
+from carpool.broker.queue_stats import COST_BYTES, WaitingCount, count_out
 from carpool.core.request import DONE, QUEUED, RUNNING, Request
 
-# So many owners with nothing waiting may be remembered, beside as many as wait.
+# The tags of so many owners with nothing waiting may be kept, beside as many as wait.
 KEPT_MIN = 64
 # An owner no further ahead of virtual time than this is forgotten when it has nothing waiting.
 AHEAD_MIN = 2.0
 
 
+class BatchBuilder:
+    """A batch while it is put together."""
+
+    __slots__ = ("batch", "bytes_left", "expired", "now", "room", "room_bytes")
+
+    def __init__(self, now: float, bytes_left: float, room_bytes: float) -> None:
+        self.now = now
+        # How many more there is room for, and how many bytes; below 0 if there is no room for the next one.
+        self.room = 0
+        self.bytes_left = bytes_left
+        self.room_bytes = room_bytes
+        self.batch: list[Request] = []
+        self.expired: list[Request] = []
+
+    def move(self, queue: deque[Request], bound: float) -> tuple[int, int, int]:
+        """Move requests out of a queue while their place is not after `bound`: `accepts` for many, on the hot path.
+
+        Returns how many, their bytes, and how many that were dead.
+        """
+        popleft, batch, expired = queue.popleft, self.batch, self.expired
+        now, room, bytes_left = self.now, self.room, self.bytes_left
+        before = len(batch) + len(expired)
+        moved_bytes = dead = 0
+        while queue and room and bytes_left >= 0:
+            request = popleft()
+            if request.phase == DONE:
+                dead += 1
+                continue
+            if request.place > bound:
+                queue.appendleft(request)
+                break
+            size = request.size
+            if request.deadline <= now:
+                expired.append(request)
+            elif size > bytes_left and (batch or size > self.room_bytes):
+                queue.appendleft(request)
+                bytes_left = -1.0
+                break
+            else:
+                bytes_left -= size
+                room -= 1
+                batch.append(request)
+            request.phase = RUNNING
+            request.taken = now
+            moved_bytes += size
+        self.room, self.bytes_left = room, bytes_left
+        return len(batch) + len(expired) - before, moved_bytes, dead
+
+    def accepts(self, request: Request) -> bool:
+        """Take the next request, unless there is no room for it."""
+        size = request.size
+        if request.deadline <= self.now:
+            self.expired.append(request)
+        elif size > self.bytes_left and (self.batch or size > self.room_bytes):
+            self.bytes_left = -1.0
+            return False
+        else:
+            self.bytes_left -= size
+            self.room -= 1
+            self.batch.append(request)
+        request.phase = RUNNING
+        request.taken = self.now
+        return True
+
+
 class Backlog:
     """What one owner has waiting in a line, in its order."""
 
-    __slots__ = ("first", "has_turn", "more", "start")
+    __slots__ = ("first", "more", "owner", "start")
 
-    def __init__(self, start: float, first: Request) -> None:
-        # The tag of its first request, and whether its owner is among those that take turns.
+    def __init__(self, owner: str, start: float, first: Request, more: deque[Request] | None = None) -> None:
+        self.owner = owner
+        # The tag of its first request.
         self.start = start
-        self.has_turn = True
         self.first: Request | None = first
         # Behind the first. Most owners have one request: a deque for each would cost more than all else here.
-        self.more: deque[Request] | None = None
+        self.more = more
 
     def append(self, request: Request) -> None:
         """One more."""
@@ -55,21 +119,15 @@ class Backlog:
         """All of them, in their order."""
         return [] if self.first is None else [self.first, *(self.more or ())]
 
-    def replace(self, requests: deque[Request]) -> None:
-        """These are all there are."""
-        self.first = requests.popleft() if requests else None
-        self.more = requests or None
-
 
 class FairQueue:
     """Requests of one lane and one tier."""
 
     __slots__ = (
+        "_ahead",
         "_backlogs",
         "_came",
-        "_founder",
-        "_fresh",
-        "_served",
+        "_serial",
         "_size",
         "_turns",
         "_virtual",
@@ -91,19 +149,20 @@ class FairQueue:
         self.back: deque[Request] = deque()
         # Settled while they waited, and still here.
         self.dead = 0
+        self._serial = 0
+        self._share_nothing()
+
+    def _share_nothing(self) -> None:
         # Several owners wait for their turns, or did a moment ago. Only then the rest is used.
         self.is_shared = False
         self._backlogs: dict[str, Backlog] = {}
-        # The owners that take turns: new ones, in order of their tags, for virtual time only grows; and the others.
-        self._fresh: deque[Backlog] = deque()
-        self._served: list[tuple[float, int, Backlog]] = []
-        self._turns = 0
+        # The same as a heap, by their tags; and the tags of owners with nothing waiting that are ahead of virtual time.
+        self._turns: list[tuple[float, int, Backlog]] = []
+        self._ahead: dict[str, float] = {}
         self._virtual = 0.0
-        # Requests, the dead among them.
-        self._size = 0
-        # Requests in order of arrival, taken ones among them; without those of the owner that was here alone.
+        # Requests in order of arrival, taken ones among them; and how many are here, the dead among them.
         self._came: deque[Request] = deque()
-        self._founder: Backlog | None = None
+        self._size = 0
 
     def add(self, request: Request) -> None:
         """Let a request wait. (It may be appended to `plain` if its owner is `sole`, to `mixed` if that has some.)"""
@@ -122,18 +181,21 @@ class FairQueue:
         owner = request.owner
         backlog = self._backlogs.get(owner)
         if backlog is None:
-            backlog = self._backlogs[owner] = Backlog(self._virtual, request)
-            self._fresh.append(backlog)
+            start = max(self._virtual, self._ahead.pop(owner, 0.0)) if self._ahead else self._virtual
+            self._take_turns(Backlog(owner, start, request))
         else:
-            if not backlog.has_turn:
-                self._come_again(backlog)
             backlog.append(request)
         self._size += 1
-        if backlog is not self._founder:
-            self._came.append(request)
-            if len(self._came) > 2 * self._size + KEPT_MIN:
-                here = {id(each) for one in self._backlogs.values() for each in one.requests()}
-                self._came = deque(each for each in self._came if id(each) in here)
+        self._came.append(request)
+        if len(self._came) > 2 * self._size + KEPT_MIN:
+            here = {id(each) for one in self._backlogs.values() for each in one.requests()}
+            self._came = deque(each for each in self._came if id(each) in here)
+
+    def _take_turns(self, backlog: Backlog) -> None:
+        """An owner that had nothing waiting has something."""
+        self._backlogs[backlog.owner] = backlog
+        self._serial += 1
+        heappush(self._turns, (backlog.start, self._serial, backlog))
 
     def put_back(self, request: Request) -> None:
         """Let a request that was taken wait again, before those behind it."""
@@ -185,21 +247,21 @@ class FairQueue:
         self.plain = living(self.plain, leaving)
         self.mixed = living(self.mixed, leaving)
         self.dead = 0
-        if self.plain and not self.mixed and not self.is_shared:
-            self.sole = self.plain[0].owner
         if self.is_shared:
             self._came = living(self._came, leaving)
-            for backlog in self._backlogs.values():
-                backlog.replace(living(backlog.requests(), leaving))
-                backlog.has_turn = backlog.first is not None
-            self._fresh = deque(backlog for backlog in self._fresh if backlog.has_turn)
-            self._served = [entry for entry in self._served if entry[2].has_turn]
-            heapify(self._served)
-            self._size = sum(len(backlog.requests()) for backlog in self._backlogs.values())
-            if self._founder is not None and not self._founder.has_turn:
-                self._founder = None
-            self._forget_idle()
+            backlogs = list(self._backlogs.values())
+            self._backlogs, self._turns = {}, []
+            for backlog in backlogs:
+                left = living(backlog.requests(), leaving)
+                backlog.first, backlog.more = left.popleft() if left else None, left
+                if backlog.first is None:
+                    self._forget(backlog)
+                else:
+                    self._take_turns(backlog)
+            self._size = sum(len(backlog.requests()) for backlog in backlogs)
             self._relax()
+        elif self.plain and not self.mixed:
+            self.sole = self.plain[0].owner
 
     def requests(self) -> list[Request]:
         """All that wait."""
@@ -221,75 +283,34 @@ class FairQueue:
         return number, moved_bytes
 
     def _move_shared(self, builder: BatchBuilder, bound: float, queue_stats: WaitingCount) -> tuple[int, int]:
-        """One by one, each time of the owner with the smallest tag. In one piece, for it is the hot path."""
-        fresh, served, by_owner = self._fresh, self._served, queue_stats.by_owner
-        batch, expired, now = builder.batch, builder.expired, builder.now
-        room, bytes_left = builder.room, builder.bytes_left
-        virtual, turns = self._virtual, self._turns
-        number = moved_bytes = 0
-        while room:
-            is_fresh = bool(fresh) and (not served or fresh[0].start <= served[0][0])
-            if not is_fresh and not served:
-                break
-            backlog = fresh[0] if is_fresh else served[0][2]
+        """One by one, each time of the owner with the smallest tag."""
+        turns, number, moved_bytes = self._turns, 0, 0
+        while builder.room and turns:
+            start, _, backlog = turns[0]
             request = backlog.first
             if (request is None or request.phase == DONE) and (request := self._first_in(backlog)) is None:
-                if is_fresh:
-                    fresh.popleft()
-                else:
-                    heappop(served)
-                self._has_nothing(backlog)
+                heappop(turns)
+                self._forget(backlog)
                 continue
             if bound < inf and ((longest := self._longest_shared()) is None or longest.place > bound):
                 break
-            size, owner = request.size, request.owner
-            if request.deadline <= now:
-                expired.append(request)
-                cost = 0.0
-            elif size > bytes_left and (batch or size > builder.room_bytes):
-                bytes_left = -1.0
+            if not builder.accepts(request):
                 break
-            else:
-                bytes_left -= size
-                room -= 1
-                batch.append(request)
-                cost = 1.0 + size / COST_BYTES
-            request.phase = RUNNING
-            request.taken = now
+            size = request.size
             number += 1
             moved_bytes += size
-            left = by_owner[owner] - 1
-            if left:
-                by_owner[owner] = left
+            queue_stats.remove(backlog.owner, 1, size)
+            cost = 1.0 + size / COST_BYTES if request.deadline > builder.now else 0.0
+            self._virtual = max(start, self._virtual) + cost / len(turns)
+            backlog.start = start + cost
+            backlog.first = backlog.more.popleft() if backlog.more else None
+            if backlog.first is None:
+                heappop(turns)
+                self._forget(backlog)
             else:
-                del by_owner[owner]
-            more = backlog.more
-            backlog.first = more.popleft() if more else None
-            start = backlog.start
-            virtual = (start if start > virtual else virtual) + cost / (len(fresh) + len(served))
-            backlog.start = start = start + cost
-            if backlog.first is not None:
-                turns += 1
-                if is_fresh:
-                    fresh.popleft()
-                    heappush(served, (start, turns, backlog))
-                else:
-                    heapreplace(served, (start, turns, backlog))
-                continue
-            if is_fresh:
-                fresh.popleft()
-            else:
-                heappop(served)
-            if start <= virtual + AHEAD_MIN and backlog is not self._founder:
-                del self._backlogs[owner]
-            else:
-                self._virtual = virtual
-                self._has_nothing(backlog)
-        self._virtual, self._turns = virtual, turns
-        builder.room, builder.bytes_left = room, bytes_left
+                self._serial += 1
+                heapreplace(turns, (backlog.start, self._serial, backlog))
         self._size -= number
-        queue_stats.waiting -= number
-        queue_stats.bytes -= moved_bytes
         return number, moved_bytes
 
     def _fits(self, builder: BatchBuilder, bound: float) -> bool:
@@ -309,13 +330,8 @@ class FairQueue:
             more, more_bytes, dead = builder.move(queue, inf)
             number, moved_bytes = number + more, moved_bytes + more_bytes
             self.dead -= dead
-        by_owner = queue_stats.by_owner
         for request in (*builder.batch[batched:], *builder.expired[expired:]):
-            left = by_owner[request.owner] - 1
-            if left:
-                by_owner[request.owner] = left
-            else:
-                del by_owner[request.owner]
+            count_out(queue_stats.by_owner, request.owner)
         queue_stats.waiting -= number
         queue_stats.bytes -= moved_bytes
         return number, moved_bytes
@@ -323,78 +339,53 @@ class FairQueue:
     def _share(self) -> None:
         """Not all that waits goes: from now on there are tags."""
         self.is_shared = True
-        mixed, self.mixed = self.mixed, deque()
-        self._size = len(self.plain)
-        if self.plain:
-            founder = self._founder = Backlog(0.0, self.plain.popleft())
-            assert founder.first is not None
-            self._backlogs[founder.first.owner] = founder
-            founder.more = self.plain
-            self._fresh.append(founder)
-            self.plain = deque()
+        plain, mixed, self.plain, self.mixed = self.plain, self.mixed, deque(), deque()
+        if plain:
+            self._came, self._size = plain.copy(), len(plain)
+            first = plain.popleft()
+            self._take_turns(Backlog(first.owner, 0.0, first, plain))
         for request in mixed:
             self._add_shared(request)
 
     def _relax(self) -> None:
-        """Be a plain line again, if no owner waits, or one alone and no other is remembered."""
-        owners = len(self._fresh) + len(self._served)
-        if owners > 1:
+        """Be a plain line again, if no owner waits, or one alone and no other's tag is kept."""
+        if len(self._turns) > 1:
             return
-        if owners:
-            self._forget_idle()
-            if len(self._backlogs) > 1:
+        if self._turns:
+            self._tidy()
+            if self._ahead:
                 return
-            ((self.sole, backlog),) = self._backlogs.items()
-            if backlog.more is not None:
-                self.plain = backlog.more
+            backlog = self._turns[0][2]
+            self.sole, self.plain = backlog.owner, backlog.more or deque()
             if backlog.first is not None:
                 self.plain.appendleft(backlog.first)
-        self.is_shared = False
-        self._backlogs = {}
-        self._fresh = deque()
-        self._served = []
-        self._virtual = 0.0
-        self._came = deque()
-        self._founder = None
+        self._share_nothing()
 
-    def _come_again(self, backlog: Backlog) -> None:
-        """An owner that was remembered has something waiting."""
-        backlog.has_turn = True
-        if backlog.start > self._virtual:
-            self._turns += 1
-            heappush(self._served, (backlog.start, self._turns, backlog))
-        else:
-            backlog.start = self._virtual
-            self._fresh.append(backlog)
+    def _forget(self, backlog: Backlog) -> None:
+        """An owner has nothing waiting any more: keep its tag if that is ahead; of none, if these are too many."""
+        self._backlogs.pop(backlog.owner, None)
+        if backlog.start > self._virtual + AHEAD_MIN:
+            self._ahead[backlog.owner] = backlog.start
+            if len(self._ahead) > len(self._turns) + KEPT_MIN:
+                self._tidy()
+                if len(self._ahead) > len(self._turns) + KEPT_MIN // 2:
+                    self._ahead = {}
 
-    def _has_nothing(self, backlog: Backlog) -> None:
-        """An owner has nothing waiting any more."""
-        backlog.has_turn = False
-        if backlog is self._founder:
-            self._founder = None
-        if len(self._backlogs) > 2 * (len(self._fresh) + len(self._served)) + KEPT_MIN:
-            self._forget_idle()
-
-    def _forget_idle(self) -> None:
-        """Of owners with nothing waiting, keep those that are far ahead; if these are many, none."""
+    def _tidy(self) -> None:
+        """Of owners with nothing waiting, keep the tags of those that are still far ahead."""
         ahead = self._virtual + AHEAD_MIN
-        kept = {owner: one for owner, one in self._backlogs.items() if one.has_turn or one.start > ahead}
-        waiting = len(self._fresh) + len(self._served)
-        if len(kept) > 1.5 * waiting + KEPT_MIN // 2:
-            kept = {owner: one for owner, one in kept.items() if one.has_turn}
-        self._backlogs = kept
+        self._ahead = {owner: start for owner, start in self._ahead.items() if start > ahead}
 
     def _longest_shared(self) -> Request | None:
-        founder = None if self._founder is None else self._first_in(self._founder)
         came, backlogs = self._came, self._backlogs
         while came:
             request = came[0]
             backlog = backlogs.get(request.owner) if request.phase == QUEUED else None
             # A request that still waits is its owner's first: those before it were before it here, too.
             if backlog is not None and self._first_in(backlog) is request:
-                return request if founder is None or request.place < founder.place else founder
+                return request
             came.popleft()
-        return founder
+        return None
 
     def _first_of(self, queue: deque[Request]) -> Request | None:
         """The first that lives; the dead before it go."""

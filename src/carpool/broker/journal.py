@@ -244,11 +244,6 @@ class Journal:
         """Bytes of the inputs and results of tasks, on the disk and on their way to it."""
         return self._store.counts.stored_bytes + self._unanswered_bytes
 
-    @property
-    def unread_bytes(self) -> int:
-        """The same without results that clients have read."""
-        return self.stored_bytes - self._store.counts.read_bytes
-
 
 def _closed() -> JournalFailed:
     return JournalFailed("The journal is closed: this gateway is shutting down.")

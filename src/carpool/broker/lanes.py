@@ -3,7 +3,7 @@
 1. Inside a tier: owners share fairly, by cost (`fair_queue.py`); an owner's own requests in order of arrival; tasks
    apart. Between tiers: the smallest `place` (arrival + the tier's target) of the tiers' longest-waiting requests goes
    first. So higher tiers go first, and no request starves: its place stays while later arrivals' places grow. With
-   `strict`, a higher tier always goes first, but for what is due to the lowest (`min_share.py`). Requests of a burst
+   `strict`, a higher tier always goes first, but for what is due to the lowest (`MinShare`). Requests of a burst
    have later places. So have tasks; those that are old enough go before synchronous requests, but for what is due to
    these.
 2. A request that was settled while it waited (client left, queue timeout) stays in its line until it comes to the
@@ -16,15 +16,51 @@
 from math import inf
 from typing import Any
 
-from carpool.broker.batch_builder import BatchBuilder
-from carpool.broker.fair_queue import FairQueue
-from carpool.broker.min_share import SYNCHRONOUS_SHARE, MinShare
+from carpool.broker.fair_queue import BatchBuilder, FairQueue
 from carpool.broker.queue_stats import WaitingCount
 from carpool.core.request import APART, QUEUED, Request
 
 REBUILD_DEAD_MIN = 64
 # With `strict`, what a tier adds to the place by which lanes are compared: more seconds than any clock counts.
 STRICT_STEP_S = 1e9
+# The most credit that is saved up.
+DUE_MAX = 1024.0
+# What the lowest tier gets of what is served, with strict order: enough to go on, too little for the others to miss.
+LOWEST_TIER_SHARE = 0.05
+# What synchronous requests get of what is served, however many tasks are old enough to go first.
+SYNCHRONOUS_SHARE = 0.9
+
+
+class MinShare:
+    """A minimum share of what is served, for requests that the order alone would starve.
+
+    With strict order the lowest tier has one. In any order synchronous requests have one: tasks that are old enough go
+    before them, and there may be very many tasks. While such requests wait, each request served adds the share to their
+    credit; each whole request of credit is due. What they get while other requests wait is charged, also beyond what
+    was due (a batch of a lane without others), so that the share holds over time: at most `debt_max` of it. What they
+    get while no other request waits is free.
+    """
+
+    __slots__ = ("_credit", "_debt_max", "_share")
+
+    def __init__(self, share: float, debt_max: float = DUE_MAX) -> None:
+        self._share = share
+        self._debt_max = debt_max
+        self._credit = 0.0
+
+    def due(self) -> int:
+        """How many of these requests go first now."""
+        return int(self._credit) if self._credit >= 1.0 else 0
+
+    def served(self, others: int, lowest: int, *, others_wait: bool, lowest_waits: bool) -> None:
+        """Count a batch: how many others and how many of these it had, and whether either still wait."""
+        if others_wait:
+            self._credit -= lowest
+        if lowest_waits:
+            self._credit = min(self._credit + self._share * (others + lowest), DUE_MAX)
+        else:
+            self._credit = min(self._credit, 0.0)
+        self._credit = max(self._credit, -self._debt_max)
 
 
 class Ranks:

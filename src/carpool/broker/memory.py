@@ -12,6 +12,7 @@ from math import inf
 
 from carpool.broker.deadlines import Deadlines
 from carpool.broker.lanes import Lane, Ranks
+from carpool.broker.queue_stats import count_out
 from carpool.broker.task_places import TaskPlaces
 from carpool.core.clock import Clock, monotonic
 from carpool.core.errors import CarpoolError, ClientLeft, DeadlineExceeded, QueueFull, queue_time_passed
@@ -361,7 +362,7 @@ class MemoryBroker:
                 # Else it had its slot, and was put back; or it is shared, and each member has its own timeout.
                 self.settle(request, queue_time_passed(request.queue_timeout_s))
             else:
-                self._deadlines.add_end(request)
+                self._deadlines.add_unordered(request, request.deadline)
 
     def before_task(self, request: Request) -> int | None:
         """How many go before a task that waits: tasks by their places, and all synchronous ones; else None."""
@@ -441,10 +442,7 @@ class MemoryBroker:
         if self._active[lane.model].pop(lane.key, None) is None:
             return
         if lane.key:
-            opened = self._opened[lane.model]
-            opened[lane.opener] -= 1
-            if not opened[lane.opener]:
-                del opened[lane.opener]
+            count_out(self._opened[lane.model], lane.opener)
         self._idle[lane.model, lane.key] = lane
         if len(self._idle) > IDLE_LANES_KEPT:
             dropped = self._idle.pop(next(iter(self._idle)))

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from math import inf
 
 from carpool.broker.deadlines import Deadlines
-from carpool.broker.owner_quota import ParkedShares
+from carpool.broker.queue_stats import ParkedShares
 from carpool.core.clock import Clock, monotonic
 from carpool.core.errors import CarpoolError, QueueFull
 from carpool.core.events import Events
@@ -76,7 +76,7 @@ class PendingRequests:
         if request.is_task:
             self._deadlines.add_unordered(request, request.deadline)
         else:
-            self._shares[request.model, request.tier].add(request)
+            self._shares[request.model, request.tier].park(request)
             self._deadlines.add(request)
         if self._events.of_admitted:
             self._events.admitted(request)
@@ -116,13 +116,13 @@ class PendingRequests:
 
     def await_end(self, request: Request) -> None:
         """It is `due` again when its time is over."""
-        self._deadlines.add_end(request)
+        self._deadlines.add_unordered(request, request.deadline)
 
     def remove(self, request: Request) -> None:
         """A request goes another way."""
         del self._parked[request.number]
         if not request.is_task:
-            self._shares[request.model, request.tier].remove(request)
+            self._shares[request.model, request.tier].release(request)
         self.held -= 1
         self.held_bytes -= request.size
         request.held_by = None
@@ -173,7 +173,7 @@ class PendingRequests:
             self.held -= 1
             self.held_bytes -= request.size
             if not request.is_task:
-                self._shares[request.model, request.tier].remove(request)
+                self._shares[request.model, request.tier].release(request)
                 if not request.is_shared:  # else the coalescer counts its members
                     age_s = now - request.arrived
                     since_taken_s[call] = age_s - queue_s

@@ -16,12 +16,13 @@ from carpool.broker.journal import Journal
 from carpool.broker.journal_records import DeadLetter, TaskResult, record_of
 from carpool.broker.memory import MemoryBroker
 from carpool.broker.polls import Poll, Polls, WhenPolled, finished_state, no_such_task
+from carpool.broker.result_cache import SameKey
 from carpool.core.clock import Clock, monotonic
 from carpool.core.dead_letter import is_dead_letter
 from carpool.core.defaults import do_nothing
 from carpool.core.errors import CarpoolError, ClientLeft, Draining, QueueFull, UnknownModel, UnknownTask
 from carpool.core.outcome import Outcome, Output
-from carpool.core.ports import Caller, SameKey
+from carpool.core.ports import Caller
 from carpool.core.problem import problem_json
 from carpool.core.request import ADMITTED, RUNNING, Request
 from carpool.core.task import TAKEN, StoredTask, place_behind

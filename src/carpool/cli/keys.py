@@ -11,14 +11,18 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, NoReturn, Protocol, TypeVar
+from typing import TYPE_CHECKING, Annotated, NoReturn, TypeVar
 
 import typer
 
 from carpool.core.api_key import KEY_PREFIX, LIMIT_MAX, ApiKey, KeyStoreError, key_fault, owner_fault
 from carpool.core.clock import rfc3339
 from carpool.core.names import ModeName
-from carpool.settings import ConfigError, Settings, broker_address, check_name, load_settings
+from carpool.settings import ConfigError, Settings, broker_address, check_name, configured_keys, load_settings
+
+if TYPE_CHECKING:
+    from carpool.admission.key_file import KeyFile
+    from carpool.broker.redis.fleet.api_keys import RedisKeyStore
 
 Done = TypeVar("Done")
 
@@ -57,22 +61,6 @@ DataDir = Annotated[
     str | None, typer.Option("--data-dir", metavar="DIR", help="As for the gateway: keep keys beside its journal.")
 ]
 Name = Annotated[str, typer.Argument(metavar="NAME", help="What the key is called.")]
-
-
-class KeyStore(Protocol):
-    """Where keys are kept."""
-
-    def create(self, key: ApiKey) -> bool:
-        """Keep a key; false if there is one of that name."""
-        ...
-
-    def revoke(self, name: str) -> bool:
-        """Forget a key; false if there is none of that name."""
-        ...
-
-    def all(self) -> list[ApiKey]:
-        """Every key, by name."""
-        ...
 
 
 @keys.command("import", help="Take a key that a client has, of any form from 20 characters on: one line on stdin.")
@@ -143,9 +131,7 @@ def list_keys(
     """List the keys: whose they are and what they let them do. The keys themselves are nowhere."""
     settings = _load(config, broker, data_dir)
     rows = [_row(key, "kept") for key in _do(_store(settings).all)]
-    for name, each in settings.keys.items():
-        own = ApiKey(name=name, sha256=each.sha256.lower(), owner=each.owner, tier=each.tier, models=tuple(each.models))
-        rows.append(_row(own, "configuration"))
+    rows += [_row(key, "configuration") for key in configured_keys(settings)]
     if json:
         typer.echo(json_module.dumps({"keys": rows}, indent=2))
         return
@@ -185,10 +171,9 @@ def _read_key() -> str:
 
 def _check_is_new(key: ApiKey, settings: Settings) -> None:
     """Refuse a key that is known by another name: its tier and limits would be ambiguous."""
-    configured = ((name, each.sha256.lower()) for name, each in settings.keys.items())
-    for name, digest in (*configured, *((each.name, each.sha256) for each in _do(_store(settings).all))):
-        if digest == key.sha256:
-            _leave(f"the key on stdin is there already: it is called {name}")
+    for known in (*configured_keys(settings), *_do(_store(settings).all)):
+        if known.sha256 == key.sha256:
+            _leave(f"the key on stdin is there already: it is called {known.name}")
 
 
 def _load(config: Path | None, broker: str | None, data_dir: str | None) -> Settings:
@@ -209,7 +194,7 @@ def _check(key: ApiKey, settings: Settings) -> None:
         check_name(model, "--models")
 
 
-def _store(settings: Settings) -> KeyStore:
+def _store(settings: Settings) -> "KeyFile | RedisKeyStore":
     # Here, so that the other commands do not pay for it.
     if settings.broker.url:
         from carpool.broker.redis.fleet.api_keys import RedisKeyStore

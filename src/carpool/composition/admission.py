@@ -3,12 +3,12 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from carpool.admission.cache import ResultCache, digest_key, digest_key_of_owner, exact_key, exact_key_of_owner
 from carpool.admission.gate import Gate
 from carpool.admission.limits import LocalLimits
 from carpool.admission.shedding import LoadShedder, pressure
 from carpool.broker.coalescer import LOOKUPS, Coalescer
-from carpool.composition.credentials import configured_keys, make_credentials, watch_token_keys
+from carpool.broker.result_cache import ResultCache, digest_key, digest_key_of_owner, exact_key, exact_key_of_owner
+from carpool.composition.credentials import make_credentials, watch_token_keys
 from carpool.composition.runtime import Runtime
 from carpool.core.defaults import one
 from carpool.core.ports import (
@@ -25,7 +25,7 @@ from carpool.core.request import Request
 from carpool.core.snapshot import CacheNumbers
 from carpool.face.intake import Intake, IntakeSettings, make_uuids
 from carpool.service import ModelFace
-from carpool.settings import Settings, total_timeout_s
+from carpool.settings import Settings, configured_keys, total_timeout_s
 from carpool.settings.schema import LimitSettings
 
 
@@ -143,7 +143,7 @@ class Admission:
 
     def _prepare_reload(self, settings: Settings) -> Callable[[], None]:
         """Take the configured keys that there are then."""
-        credentials, keys = self.credentials, list(configured_keys(settings))
+        credentials, keys = self.credentials, configured_keys(settings)
         assert credentials is not None
         return lambda: credentials.change_configured_keys(keys)
 

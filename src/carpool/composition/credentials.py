@@ -1,16 +1,16 @@
 """Credentials, plugged together: as they are configured, and the places that they are read from again."""
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from carpool.admission.credentials import Credentials, TierTerms
 from carpool.composition.runtime import Runtime
-from carpool.core.api_key import ApiKey, KeyStoreError
+from carpool.core.api_key import KeyStoreError
 from carpool.core.ports import RateLimit
-from carpool.settings import Settings, is_loopback
+from carpool.settings import Settings, configured_keys, is_loopback
 from carpool.upstream.tls import read_file
 
 if TYPE_CHECKING:
@@ -50,22 +50,6 @@ def tier_terms(settings: Settings) -> dict[str, TierTerms]:
         )
         for number, tier in enumerate(settings.tiers)
     }
-
-
-def configured_keys(settings: Settings) -> Iterable[ApiKey]:
-    """The API keys of the configuration."""
-    for name, key in settings.keys.items():
-        yield ApiKey(
-            name=name,
-            sha256=key.sha256.lower(),
-            owner=key.owner,
-            tier=key.tier,
-            models=tuple(key.models),
-            per_minute=key.per_minute,
-            burst=key.burst,
-            concurrent=key.concurrent,
-            default_mode=key.default_mode,
-        )
 
 
 def watch_token_keys(runtime: Runtime, credentials: Credentials) -> None:

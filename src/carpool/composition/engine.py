@@ -11,11 +11,12 @@ There it takes no tasks, unless it is given what keeps them.
 from collections.abc import Awaitable, Callable
 from functools import partial
 
+from carpool.admission.shedding import TICK_S
 from carpool.broker.polls import WhenPolled, no_such_task
 from carpool.composition.admission import Admission, DrainedTasks
 from carpool.composition.runtime import Runtime
 from carpool.composition.serving import Serving, make_broker
-from carpool.composition.shedding import SHEDDER_TICK_S, Ticks, learn_own, make_shedders, sample, stats_of_tiers
+from carpool.composition.shedding import learn_own, make_shedders, sample, stats_of_tiers
 from carpool.core.errors import CarpoolError, QueueFull
 from carpool.core.ports import Caller, DeadLetters
 from carpool.core.request import Request
@@ -67,12 +68,11 @@ class Engine:
         services = self.serving.services
         availability = {service.name: service.pool for service in services}
         self.admission = Admission(runtime, self.broker, make_tasks(self.serving), availability, services, shedders)
-        self._shedder_ticks = Ticks(shedders, runtime.clock)
 
     def start(self) -> None:
         """Serve what comes from now on."""
         self.serving.start()
-        self.runtime.do_every(SHEDDER_TICK_S, self._update_shedders)
+        self.runtime.do_every(TICK_S, self._update_shedders)
         self.runtime.do_every(EXPIRY_TICK_S, self.expire)
 
     def admit(self, request: Request) -> CarpoolError | None:
@@ -100,4 +100,4 @@ class Engine:
         for service in self.serving.services:
             if (shedder := self.admission.shedders.get(service.name)) is not None:
                 learn_own(shedder, service, stats_of_tiers(self.broker.queue_stats, service.name, tiers))
-        self._shedder_ticks.tick()
+                shedder.tick(self.runtime.clock())

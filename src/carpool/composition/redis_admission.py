@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from carpool.admission.gate import upstream_down
 from carpool.admission.shared_limits import SharedLimits
-from carpool.admission.shedding import pressure
+from carpool.admission.shedding import TICK_S, pressure
 from carpool.broker.redis.fleet.api_keys import ApiKeyWatch
 from carpool.broker.redis.fleet.view import FleetView, Heartbeat
 from carpool.broker.redis.formats import Reply
@@ -19,9 +19,7 @@ from carpool.composition.credentials import TAKES_KEYS
 from carpool.composition.redis_context import RedisContext
 from carpool.composition.serving import Serving
 from carpool.composition.shedding import (
-    SHEDDER_TICK_S,
     SOME_RPS,
-    Ticks,
     learn_own,
     learn_share,
     make_shedders,
@@ -166,7 +164,6 @@ class RedisAdmission(Admission):
         redis_context.counted = self.queue.pending
         redis_context.when_nodes_change.append(self.queue.nodes_changed)
         redis_context.when_heard.append(self._heard)
-        self._shedder_ticks = Ticks(shedders, runtime.clock)
         # Requests a second of each model, as the last heartbeat reported them to the other gateways.
         self._told_rates: dict[str, float] = {}
         self._batchers_seen = runtime.clock()
@@ -178,7 +175,7 @@ class RedisAdmission(Admission):
         """Watch from now on which batchers could serve a request."""
         self._runtime.do_every(WATCH_S, self._look_at_fleet)
         self._runtime.do_every(RATE_TICK_S, self._measure)
-        self._runtime.do_every(SHEDDER_TICK_S, self._update_shedders)
+        self._runtime.do_every(TICK_S, self._update_shedders)
         self._watch_api_keys()
         self.rates.start()
 
@@ -286,7 +283,8 @@ class RedisAdmission(Admission):
                 at_once = slots * self._runtime.models[model].batching.max_batch / gateways
                 first_call = partial(self._first_call, model, at_once)
                 shedder.suppose(first_call, stats_by_tier, counts_running=True)
-        self._shedder_ticks.tick()
+        for shedder in self.shedders.values():
+            shedder.tick(self._runtime.clock())
         told = self._told_rates
         if self.is_connected() and any(
             sum(shedder.rates) > MORE_TIMES * told.get(model, SOME_RPS) for model, shedder in self.shedders.items()

@@ -7,7 +7,6 @@ import secrets
 import socket
 from collections.abc import Callable
 
-from carpool.broker.fill import LOOK_S, FillWatch
 from carpool.broker.memory import MemoryBroker
 from carpool.broker.pending import PendingRequests
 from carpool.broker.redis.client.nodes import Nodes
@@ -129,9 +128,6 @@ class RedisContext:
             opened.callback(part.close)
         opened.callback(self.tasks.close)
         self.runtime.do_every(REFRESH_S, lambda: self.runtime.in_background(self._refresh()))
-        if self.role != "batcher":  # gateways take tasks
-            fill = FillWatch(self.runtime.settings.tasks.stored_bytes_max)
-            self.runtime.do_every(LOOK_S, lambda: fill.look(self.depth.unread_task_bytes(), self.runtime.clock()))
 
     async def wait_for_redis(self, is_connected: Callable[[], bool]) -> None:
         """Give Redis a moment, so that the first clients find it; then go on without it."""

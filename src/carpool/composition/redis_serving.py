@@ -5,8 +5,7 @@ import logging
 from collections.abc import Callable
 from functools import partial
 
-from carpool.broker.broker_ports import BatcherSide
-from carpool.broker.min_share import LOWEST_TIER_SHARE
+from carpool.broker.lanes import LOWEST_TIER_SHARE
 from carpool.broker.redis.batcher.consumer import Consumer
 from carpool.broker.redis.batcher.leases import BatchersElsewhere
 from carpool.broker.redis.batcher.replies import ReplyWriter
@@ -80,7 +79,7 @@ class RedisServing(Serving):
             events=runtime.events,
             keep_result=redis_context.make_results().keep if is_cached else do_nothing,
         )
-        self.consumer: BatcherSide = Consumer(
+        self.consumer = Consumer(
             redis_context.steps,
             redis_context.name,
             self.broker,

@@ -7,8 +7,8 @@ from types import MappingProxyType
 from msgspec import UNSET
 from msgspec.structs import replace
 
+from carpool.broker.lanes import LOWEST_TIER_SHARE
 from carpool.broker.memory import MemoryBroker
-from carpool.broker.min_share import LOWEST_TIER_SHARE
 from carpool.broker.task_places import TASK_DELAY_S
 from carpool.composition.runtime import Runtime
 from carpool.core.ports import DeadLetters, FetchedQueue, OtherBatchers

@@ -4,8 +4,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 
 from carpool.admission.shedding import LoadShedder, TierRule
-from carpool.broker.min_share import LOWEST_TIER_SHARE
-from carpool.core.clock import Clock
+from carpool.broker.lanes import LOWEST_TIER_SHARE
 from carpool.core.ports import QueueStats
 from carpool.core.request import Request
 from carpool.service import ModelService
@@ -13,8 +12,6 @@ from carpool.settings import Settings, total_timeout_s
 
 # Finds the waiting requests of a model and a tier.
 FindQueueStats = Callable[[str, int], QueueStats]
-# How often a shedder learns what can be served.
-SHEDDER_TICK_S = 0.1
 # The least rate that a gateway is taken to want.
 SOME_RPS = 1.0
 
@@ -46,22 +43,6 @@ def queue_timeout_s(settings: Settings) -> float:
 def stats_of_tiers(queue_stats: FindQueueStats, model: str, tiers: int) -> list[QueueStats]:
     """The waiting requests of a model, by tier."""
     return [queue_stats(model, tier) for tier in range(tiers)]
-
-
-class Ticks:
-    """Lets shedders work out their rates. Timers come late when there is much to do: the time counts that passed."""
-
-    def __init__(self, shedders: Mapping[str, LoadShedder], clock: Clock) -> None:
-        self._shedders = shedders
-        self._clock = clock
-        self._then = clock()
-
-    def tick(self) -> None:
-        """To be called every SHEDDER_TICK_S, or so."""
-        now = self._clock()
-        seconds, self._then = max(now - self._then, SHEDDER_TICK_S / 10), now
-        for shedder in self._shedders.values():
-            shedder.tick(seconds, now)
 
 
 def sample(shedders: Mapping[str, LoadShedder], request: Request) -> None:

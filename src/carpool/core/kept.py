@@ -30,6 +30,10 @@ class Kept(dict[Key, Value]):
             return
         if len(self) >= self._number_max or self._bytes + size > self._bytes_max:
             self.clear()
-            self._bytes = 0
         self[key] = value
         self._bytes += size
+
+    def clear(self) -> None:
+        """Forget all of them."""
+        super().clear()
+        self._bytes = 0

@@ -4,7 +4,7 @@ The halves of `composition/` plug them together.
 """
 
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import inf
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -369,24 +369,6 @@ class RequestOptions(msgspec.Struct, frozen=True):
 NO_OPTIONS = RequestOptions()
 
 
-# What is the same for requests that have the same result: model, parameters, lane, owner (or ""), input; or a digest.
-SameKey = bytes | tuple[str, bytes, bytes, str, bytes]
-
-
-class Results(Protocol):
-    """Results that this process keeps."""
-
-    @property
-    def numbers(self) -> Container[int]:
-        """The hashes of keys under which there may be one: with others `find` need not be called."""
-
-    def find(self, key: SameKey, now: float) -> Output | None:
-        """The result under this key, if there is one."""
-
-    def keep(self, key: SameKey, output: Output, now: float, age_s: float = 0.0) -> None:
-        """Keep a result that came `age_s` ago."""
-
-
 class FarResults(Protocol):
     """Results that many processes keep together. Whatever is wrong there, the request goes on without."""
 
@@ -448,14 +430,14 @@ LimitVerdict = bytes | CarpoolError
 class RateLimits(Protocol):
     """How often owners may come in. Only for callers with a limit."""
 
-    def enter(self, caller: Caller) -> LimitVerdict | None:
-        """One more request of this caller. None: that is not known yet; then `when_known` must be called at once."""
+    def enter(self, caller: Caller, cost: int = 1) -> LimitVerdict | None:
+        """A call that counts as `cost` requests: all of it comes in, or nothing.
 
-    def enter_many(self, caller: Caller, cost: int) -> LimitVerdict | None:
-        """The same for a call that counts as `cost` requests: all of it comes in, or nothing."""
+        None: that is not known yet; then `when_known` must be called at once.
+        """
 
     def when_known(self, caller: Caller, known: Callable[[LimitVerdict], None], cost: int = 1) -> None:
-        """Have `known` called, later and once, with the verdict that `enter`, or `enter_many`, did not have."""
+        """Have `known` called, later and once, with the verdict that `enter` did not have."""
 
 
 class RateAsk(NamedTuple):
@@ -531,11 +513,8 @@ class Admission(RateLimits, Protocol):
     # None: which requests are refused depends on what is in the body.
     early: "EarlyRefusals | None"
 
-    def hold(self, request: Request, concurrent: int) -> CarpoolError | None:
-        """Count a synchronous request among the `concurrent` that its owner may have at once, or say why not."""
-
-    def hold_all(self, requests: Sequence[Request], concurrent: int) -> CarpoolError | None:
-        """The same for the requests of one call: all of them, or none."""
+    def hold(self, requests: Sequence[Request], concurrent: int) -> CarpoolError | None:
+        """Count the requests of one call among those that their owner may have at once, all or none; or say why not."""
 
     def admit(self, request: Request) -> CarpoolError | None:
         """Let a synchronous request in, or say why not."""

@@ -123,8 +123,7 @@ class Intake:
         # Whether a synchronous request is refused, whatever is in its body; None where that cannot be known.
         self.early = gate.early
         # The next step, for callers with a limit; see core.ports.RateLimits.
-        self.enter, self.enter_many = gate.enter, gate.enter_many
-        self.when_known = gate.when_known
+        self.enter, self.when_known = gate.enter, gate.when_known
         # For tasks; and for the synchronous requests of clients that have left.
         self.look, self.leave, self.delete = tasks.look, tasks.leave, tasks.delete
         self.cancel = queue.cancel
@@ -212,7 +211,7 @@ class Intake:
         else:  # it has no lane of its own yet: it keeps nothing when it is over
             self._add_plain(request)
         gate, limit = self._gate, caller.limit
-        if limit is None or not limit.concurrent or (refusal := gate.hold(request, limit.concurrent)) is None:
+        if limit is None or not limit.concurrent or (refusal := gate.hold((request,), limit.concurrent)) is None:
             refusal = gate.admit(request) if model.sharing is None else model.sharing.ask(request, options)
         if refusal is not None:
             request.settle(refusal, now)  # `_recent` must not keep the inputs of refused requests
@@ -307,7 +306,7 @@ class Intake:
             if coming.begin_trace is not None:
                 request.trace = coming.begin_trace()
         self._recent.extend(requests)
-        refusal = gate.hold_all(requests, limit.concurrent) if limit is not None and limit.concurrent else None
+        refusal = gate.hold(requests, limit.concurrent) if limit is not None and limit.concurrent else None
         if refusal is not None:
             self._refuse_all(coming, refusal)
         elif len(requests) == 1:

@@ -10,7 +10,9 @@ from ipaddress import ip_address
 from typing import TYPE_CHECKING
 
 import msgspec
+from msgspec.structs import asdict
 
+from carpool.core.api_key import ApiKey
 from carpool.core.names import TlsFiles
 from carpool.settings.errors import ConfigError, faults_at, shown
 from carpool.settings.schema import (
@@ -226,3 +228,11 @@ def _parse_header_files(items: list[str]) -> tuple[tuple[str, str], ...]:
             raise ConfigError(f"sets {name} twice")
         found[name.lower()] = (name, path)
     return tuple(found.values())
+
+
+def configured_keys(settings: Settings) -> list[ApiKey]:
+    """The API keys of the configuration."""
+    return [
+        ApiKey(name=name, **asdict(key) | {"sha256": key.sha256.lower(), "models": tuple(key.models)})
+        for name, key in settings.keys.items()
+    ]

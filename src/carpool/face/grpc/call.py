@@ -186,7 +186,7 @@ async def enter(intake: Intake, call: GrpcCall, caller: Caller, cost: int = 1) -
     """The refusal, if a call that counts as so many is beyond its caller's rate limit."""
     if caller.limit is None:
         return None
-    entry = intake.enter(caller) if cost == 1 else intake.enter_many(caller, cost)
+    entry = intake.enter(caller) if cost == 1 else intake.enter(caller, cost)
     if entry is None:
         known: asyncio.Future[LimitVerdict] = asyncio.get_running_loop().create_future()
         intake.when_known(caller, partial(tell, known), cost)

@@ -160,7 +160,7 @@ class ListFace(ExchangeWorker):
             self._ask(exchange, caller, call, own_id)
             return
         cost = len(call.values) if isinstance(call, ListCall) else 1
-        entry = self.intake.enter(caller) if cost == 1 else self.intake.enter_many(caller, cost)
+        entry = self.intake.enter(caller, cost)
         entered = partial(self._entered, exchange, caller, call, own_id)
         if entry is None:
             self.intake.when_known(caller, entered, cost)

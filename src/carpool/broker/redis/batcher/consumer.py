@@ -20,10 +20,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from carpool.broker.broker_ports import FedModel, SuspectLetters
+from carpool.broker.lanes import SYNCHRONOUS_SHARE, MinShare
 from carpool.broker.memory import MemoryBroker
-from carpool.broker.min_share import SYNCHRONOUS_SHARE, MinShare
-from carpool.broker.redis.batcher.entries import Unpacker
+from carpool.broker.redis.batcher.entries import FedModel, Unpacker
 from carpool.broker.redis.batcher.leases import NEW, NO_HEADER, EntryLease, LeasedEntries, Leases, history_of
 from carpool.broker.redis.batcher.replies import UNCONFIRMED_MAX, ReplyWriter
 from carpool.broker.redis.batcher.shards import (
@@ -52,7 +51,7 @@ from carpool.broker.redis.batcher.suspects import (
 from carpool.broker.redis.batcher.sweeper import Sweeper
 from carpool.broker.redis.client.link import Link, RedisFailure
 from carpool.broker.redis.client.node import Reader
-from carpool.broker.redis.dead_letters import LetterBounds
+from carpool.broker.redis.dead_letters import LetterBounds, RedisDeadLetterBox
 from carpool.broker.redis.keys import Shard, lane_name, tier_of
 from carpool.broker.redis.redis_ops import Done, RedisOps
 from carpool.broker.redis.types import (
@@ -103,7 +102,7 @@ SILENT_S_MAX = 5.0
 
 
 class Consumer:
-    """Fills the local broker from Redis (broker.broker_ports.BatcherSide)."""
+    """Fills the local broker from Redis."""
 
     def __init__(
         self,
@@ -111,7 +110,7 @@ class Consumer:
         consumer: bytes,
         broker: MemoryBroker,
         replies: ReplyWriter,
-        dead_letters: SuspectLetters,
+        dead_letters: RedisDeadLetterBox,
         models: Sequence[FedModel],
         *,
         # The names of all lines (`line_name`), in their order, and what each adds to an entry's time for its place.

@@ -3,11 +3,12 @@
 import logging
 from collections.abc import Iterable, Sequence
 from math import inf
+from typing import Protocol
 
-from carpool.broker.broker_ports import FedModel, SuspectLetters
 from carpool.broker.redis.batcher.leases import NEW, EntryLease, History, LeasedEntries, history_of
 from carpool.broker.redis.batcher.replies import ReplyWriter
 from carpool.broker.redis.batcher.suspects import DELIVERIES_MAX, company_of
+from carpool.broker.redis.dead_letters import RedisDeadLetterBox
 from carpool.broker.redis.formats import Header, NewerFormatError, began_ms, decode_header, decode_value
 from carpool.core.errors import CarpoolError, DeadlineExceeded, UpstreamFailed, queue_time_passed
 from carpool.core.kept import Kept
@@ -19,6 +20,48 @@ logger = logging.getLogger("carpool.broker")
 HEADERS_KEPT_MAX = 4096
 
 
+class FedModel(Protocol):
+    """What a batcher's side must know of a model."""
+
+    name: str
+
+    def free_slots(self) -> int:
+        """Slots that could take a batch now."""
+        ...
+
+    def may_go_elsewhere(self, request: Request) -> bool:
+        """Whether another batcher can serve a request that this one cannot."""
+        ...
+
+    def is_probing(self) -> bool:
+        """Whether every endpoint has failed, and one request at a time is wanted to try one with."""
+        ...
+
+    def is_in_doubt(self) -> bool:
+        """Whether no endpoint is known to work: each has failed and not answered since."""
+        ...
+
+    def is_served_elsewhere(self) -> bool:
+        """Whether another batcher has an endpoint that works."""
+        ...
+
+    def largest_batch(self) -> int:
+        """The most requests in a batch."""
+        ...
+
+    def largest_batch_bytes(self) -> float:
+        """The most bytes in a batch of several."""
+        ...
+
+    def refusal_of(self, request: Request) -> CarpoolError | None:
+        """Why a request is not taken up now; None if it is."""
+        ...
+
+    def prepare(self, request: Request) -> None:
+        """Do for a request from elsewhere what the face does for a new one; raises an error of the tree."""
+        ...
+
+
 class Unpacker:
     """Makes requests of entries. What entries have in common is understood once."""
 
@@ -26,7 +69,7 @@ class Unpacker:
         self,
         models: Iterable[FedModel],
         replies: ReplyWriter,
-        dead_letters: SuspectLetters,
+        dead_letters: RedisDeadLetterBox,
         tier_target_s: Sequence[float],
     ) -> None:
         self._models = {model.name: model for model in models}

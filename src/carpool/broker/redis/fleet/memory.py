@@ -142,10 +142,6 @@ class DepthWatch:
         own = self._counts[shard.number]["unread"]
         return self.unread() / own if own else 1.0
 
-    def unread_task_bytes(self) -> int:
-        """Bytes of tasks without a result, and of results that no client has read."""
-        return self.total("input_bytes") + self.total("result_bytes")
-
     def webhooks(self) -> tuple[int, int]:
         """Outcomes that wait to be sent, and what they count in bytes."""
         return self.total("hooks"), self.total("hook_bytes")

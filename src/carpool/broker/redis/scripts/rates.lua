@@ -1,4 +1,4 @@
--- The rate limits of some owners, each a token bucket that all gateways share (admission/leases.py says why this is right).
+-- The rate limits of some owners, each a token bucket that all gateways share (admission/limits.py says why this is right).
 -- A gateway asks for calls that wait, and for a lease: tokens that it uses later. Both are taken from the bucket now.
 -- Times are whole eighths of a microsecond since START_S: exact in Lua, also when they are added up.
 -- KEYS: the owners' hashes: `full`, when the bucket is full again; `at`, when that was written
