@@ -5,10 +5,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from carpool.tools.bench.embeddings import EmbeddingsPayload
-from carpool.tools.bench.payload import NOT_TOLD
-from carpool.tools.bench.run import BenchOptions
-from carpool.tools.bench.schedule import BadOption
+from carpool.tools.bench.options import BadOption, BenchOptions
+from carpool.tools.bench.payload import NOT_TOLD, EmbeddingsPayload
 from carpool.upstream.simulated import read_call, vectors_json
 
 NUMBER, OTHER = b"0000002a", b"0000002b"

@@ -5,9 +5,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from carpool.tools.bench.options import BadOption, key_from
 from carpool.tools.bench.payload import NOT_TOLD, PAYLOAD_BYTES_MIN, Payload
-from carpool.tools.bench.run import key_from
-from carpool.tools.bench.schedule import BadOption
 
 NUMBER = b"0000002a"
 METADATA = b'"metadata":{"latency_ms":9.5,"queue_ms":1.25,"upstream_ms":8,"batch_size":64,"model":"m","cached":false}'

@@ -1,6 +1,6 @@
 import pytest
 
-from carpool.tools.bench.response import RETRY_AFTER_S, BadResponse, read_head, retry_after_s
+from carpool.tools.bench.generator import RETRY_AFTER_S, BadResponse, read_head, retry_after_s
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 import pytest
 
-from carpool.tools.bench.schedule import (
+from carpool.tools.bench.options import (
     BadOption,
     Segment,
     arrivals,

@@ -5,7 +5,8 @@ from random import Random
 import pytest
 from rich.console import Console
 
-from carpool.tools.bench.report import print_report, progress_text
+from carpool.cli.bench import print_report
+from carpool.tools.bench.run import progress_text
 from carpool.tools.bench.tally import LogHistogram, Report, Tally
 
 

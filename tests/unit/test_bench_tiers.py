@@ -3,8 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from carpool.tools.bench.schedule import BadOption
-from carpool.tools.bench.tiers import TURNS, TierLoad, parse_tiers, turns
+from carpool.tools.bench.options import TURNS, BadOption, TierLoad, parse_tiers, turns
 
 
 def test_tiers_have_keys_from_files_and_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

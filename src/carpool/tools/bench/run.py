@@ -3,145 +3,26 @@
 import asyncio
 import gc
 import os
-import resource
 import secrets
 import signal
-import socket
-import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable
 from random import Random
-from typing import Literal
-from urllib.parse import urlsplit
 
 import msgspec
 
 from carpool.core.clock import monotonic
-from carpool.tools.bench.connection import Part, Target
-from carpool.tools.bench.embeddings import PAYLOADS, Face
-from carpool.tools.bench.generator import LoadGenerator
-from carpool.tools.bench.payload import PAYLOAD_BYTES_MIN, RUN_ID_DIGITS, Payload
-from carpool.tools.bench.report import progress_text
-from carpool.tools.bench.schedule import (
-    BadOption,
-    Segment,
-    arrivals,
-    even_gaps,
-    mean_rate,
-    parse_schedule,
-    poisson_gaps,
-)
+from carpool.tools.bench.generator import LoadGenerator, Part, Target
+from carpool.tools.bench.options import BenchOptions, Segment, arrivals, even_gaps, mean_rate, poisson_gaps, turns
+from carpool.tools.bench.payload import PAYLOADS, RUN_ID_DIGITS, Payload
 from carpool.tools.bench.tally import Report, Tally
-from carpool.tools.bench.tiers import TierLoad, read_key, turns
-
-Mode = Literal["sync", "task"]
-KEY_VARIABLE = "CARPOOL_API_KEY"
-Arrivals = Literal["poisson", "uniform"]
 
 # How often the request that tries a face is sent again if it is refused.
 FIRST_RETRIES = 5
-# Descriptors that are not connections: standard streams, the loop's own, libraries, room for reconnects.
-SPARE_FILES = 64
 PROGRESS_S = 5.0
-# Bounds of the number of connections when the command line does not say it.
-COMMON_LATENCY_S_MAX, CONNECTIONS_MIN, CONNECTIONS_MAX = 0.5, 100, 10_000
 
 
 class NotVerifiable(Exception):
     """The answers of this face cannot be verified; the message says why, and what it takes."""
-
-
-class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What to send where, as the command line says it."""
-
-    url: str
-    segments: list[Segment]
-    connections: int
-    payload_bytes: int = 2000
-    poison: str = ""
-    poison_every: int = 0
-    face: Face = "http"
-    mode: Mode = "sync"
-    arrivals: Arrivals = "poisson"
-    seed: int = 0
-    model: str | None = None
-    timeout_s: float = 10.0
-    # Without any, all requests are of one kind, and carry this key, if there is one.
-    tiers: list[TierLoad] = []
-    key: str = ""
-    # How often a refused request is sent again.
-    retries: int = 0
-
-    def __post_init__(self) -> None:
-        if self.connections < 1:
-            raise BadOption("--connections must be at least 1")
-        if self.payload_bytes < PAYLOAD_BYTES_MIN:
-            raise BadOption(f"--payload-bytes must be at least {PAYLOAD_BYTES_MIN}")
-        if self.mode == "task" and self.face != "http":
-            raise BadOption(f"--mode task goes with --face http only, not with {self.face}")
-
-
-@contextmanager
-def option(name: str) -> Iterator[None]:
-    """Have a BadOption say of which option it is."""
-    try:
-        yield
-    except BadOption as fault:
-        raise BadOption(f"{name}: {fault}") from None
-
-
-def segments_from(rate: float, duration: str, schedule: str | None) -> list[Segment]:
-    """The segments that --schedule, or else --rate and --duration, ask for."""
-    with option("--rate and --duration" if schedule is None else "--schedule"):
-        return parse_schedule(schedule if schedule is not None else f"{rate}:{duration}")
-
-
-def key_from(file: Path | None, environ: Mapping[str, str]) -> str:
-    """The API key or token of --api-key-file, else that of the environment; "" if there is none."""
-    with option("--api-key-file"):
-        if file is not None:
-            return read_key(str(file))
-        return read_key(f"env:{KEY_VARIABLE}" if environ.get(KEY_VARIABLE) else "")
-
-
-def resolve(url: str) -> Target:
-    """Look the base URL's host up, once for all connections."""
-    try:
-        parts = urlsplit(url)
-        host, port = parts.hostname, parts.port or 80
-    except ValueError as fault:
-        raise BadOption(f"URL {url!r}: {fault}") from None
-    if parts.scheme != "http" or not host:
-        raise BadOption(f"URL {url!r} must look like http://127.0.0.1:8000")
-    if parts.query or parts.fragment or parts.username:
-        raise BadOption(f"URL {url!r} must be a base URL: no user, query or fragment")
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except OSError as fault:
-        raise BadOption(f"URL {url!r}: {fault.strerror}") from None
-    return Target(address=str(found[0][4][0]), port=port, host=parts.netloc, base_path=parts.path.rstrip("/"))
-
-
-def raise_file_limit(connections: int) -> None:
-    """Let this process have as many open files as the connections need."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = connections + SPARE_FILES
-    if needed > _files(hard):
-        raise BadOption(f"--connections {connections} needs {needed} open files, the limit is {hard}")
-    if needed > _files(soft):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
-
-
-def default_connections(segments: list[Segment]) -> int:
-    """Enough for answers that take half a second at the highest rate, within the file limit."""
-    peak = max((segment.rate for segment in segments), default=0.0)
-    wanted = min(max(int(peak * COMMON_LATENCY_S_MAX), CONNECTIONS_MIN), CONNECTIONS_MAX)
-    return max(1, min(wanted, _files(resource.getrlimit(resource.RLIMIT_NOFILE)[1]) - SPARE_FILES))
-
-
-def _files(limit: int) -> int:
-    return sys.maxsize if limit == resource.RLIM_INFINITY else limit
 
 
 class Answered(msgspec.Struct, frozen=True):
@@ -284,6 +165,16 @@ def _recorded(began: float, tallies: list[Tally]) -> list[Answered]:
         for due, latency_s, outcome in tally.record or ()
     ]
     return sorted(found, key=lambda answered: answered.due_s)
+
+
+def progress_text(tally: Tally, rate: float) -> str:
+    """One line on the run so far; `rate` is of late, the rest since the start."""
+    p50, p99 = tally.latency.percentile(0.5), tally.latency.percentile(0.99)
+    latency = "-" if p50 is None or p99 is None else f"p50 {p50:.1f} ms  p99 {p99:.1f} ms"
+    return (
+        f"{rate:,.0f}/s  ok {tally.ok:,}  errors {tally.errors + tally.unasked:,}  wrong {tally.wrong:,}  "
+        f"in flight {tally.in_flight:,}  {latency}"
+    )
 
 
 async def _tell_progress(tally: Tally, say: Callable[[str], None]) -> None:

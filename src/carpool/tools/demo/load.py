@@ -9,7 +9,8 @@ import msgspec
 import uvloop
 
 from carpool.tools.bench.generator import LoadGenerator
-from carpool.tools.bench.run import BenchOptions, make_load, raise_file_limit, resolve
+from carpool.tools.bench.options import BenchOptions, raise_file_limit, resolve
+from carpool.tools.bench.run import make_load
 from carpool.tools.demo import stdin_lines
 
 
