@@ -10,8 +10,7 @@ from carpool.broker.redis.fleet.persistence import find_disks
 from carpool.broker.redis.fleet.servers import Inspection
 from carpool.broker.redis.keys import Keys
 from carpool.core.finding import Finding
-from carpool.tools.doctor import Doctor
-from carpool.tools.doctor_checks import Wants
+from carpool.tools.doctor import Doctor, Wants
 from support.processes import carpool, running_role, until
 from support.redis_servers import RedisServer, running_cluster, running_redis
 

@@ -76,7 +76,7 @@ class TestJson:
             (1.5, 1.5),
             (True, True),
             (None, None),
-            pytest.param(1 << 20_000, "<integer of 20001 bits>", id="endless digits"),
+            pytest.param(1 << 20_000, "<int>", id="endless digits"),
             ("x" * 2000, "x" * FIELD_CHARS_MAX + "…"),
             ("\ud800", "\ud800"),
             ((1, {"a": b"x"}), [1, {"a": "<1 bytes>"}]),

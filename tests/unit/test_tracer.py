@@ -14,10 +14,8 @@ from carpool.core.histograms import RequestSeconds
 from carpool.core.outcome import CallFacts, Output
 from carpool.core.request import Request
 from carpool.core.trace import Trace, traceparent_of
-from carpool.telemetry.otlp import Envelope
-from carpool.telemetry.sampling import Ratio
-from carpool.telemetry.spans import LINKS_MAX
-from carpool.telemetry.tracer import REFUSALS_MAX, Tracer
+from carpool.telemetry.spans import LINKS_MAX, Envelope
+from carpool.telemetry.tracer import REFUSALS_MAX, Ratio, Tracer
 from carpool.testing import FakeClock, Witness, make_output, make_request
 from support.otlp import SeenSpan, spans_in
 

@@ -96,30 +96,19 @@ def bench(
     import uvloop
     from rich.console import Console
 
-    from carpool.tools.bench.options import (
-        BadOption,
-        BenchOptions,
-        default_connections,
-        key_from,
-        option,
-        parse_duration,
-        parse_tiers,
-        raise_file_limit,
-        resolve,
-        segments_from,
-    )
+    from carpool.tools.bench import options as given
     from carpool.tools.bench.run import Answered, NotVerifiable, drive
 
     try:
-        segments = segments_from(rate, duration, schedule)
-        with option("--timeout"):
-            timeout_s = parse_duration(timeout)
-        with option("--tiers"):
-            loads = parse_tiers(tiers) if tiers is not None else []
-        options = BenchOptions(
+        segments = given.segments_from(rate, duration, schedule)
+        with given.option("--timeout"):
+            timeout_s = given.parse_duration(timeout)
+        with given.option("--tiers"):
+            loads = given.parse_tiers(tiers) if tiers is not None else []
+        options = given.BenchOptions(
             url=url,
             segments=segments,
-            connections=default_connections(segments) if connections is None else connections,
+            connections=given.default_connections(segments) if connections is None else connections,
             payload_bytes=payload_bytes,
             poison=poison,
             poison_every=poison_every,
@@ -130,12 +119,12 @@ def bench(
             model=model,
             timeout_s=timeout_s,
             tiers=loads,
-            key="" if loads else key_from(api_key_file, os.environ),
+            key="" if loads else given.key_from(api_key_file, os.environ),
             retries=retry,
         )
-        target = resolve(url)
-        raise_file_limit(options.connections)
-    except BadOption as fault:
+        target = given.resolve(url)
+        given.raise_file_limit(options.connections)
+    except given.BadOption as fault:
         _leave(str(fault), EXIT_BAD_OPTION)
     # Before the run: minutes of load for a report that cannot be written would be a pity.
     for name, file in (("--json", json), ("--answers", answers)):

@@ -107,20 +107,14 @@ async def _examine(settings: Settings, given: bytes, say: Callable[[str], None])
         if each.upstream.endpoints:
             findings += await ApiDoctor(settings, each, given, say).examine()
     if settings.broker.url:
+        from carpool.broker.redis.keys import Keys
+        from carpool.tools.doctor import Doctor, Wants
+
         say("looking at Redis")
-        findings += await _examine_redis(settings)
+        broker = settings.broker
+        wants = Wants(replicas=broker.replicas, persistence=broker.persistence)
+        findings += await Doctor(broker_address(broker), Keys(broker.namespace), wants).examine()
     return findings
-
-
-async def _examine_redis(settings: Settings) -> "list[Finding]":
-    from carpool.broker.redis.keys import Keys
-    from carpool.tools.doctor import Doctor
-    from carpool.tools.doctor_checks import Wants
-
-    broker = settings.broker
-    wants = Wants(replicas=broker.replicas, persistence=broker.persistence)
-    keys = Keys(broker.namespace)
-    return await Doctor(broker_address(broker), keys, wants).examine()
 
 
 @contextmanager
@@ -152,7 +146,7 @@ def _print_json(findings: "Sequence[Finding]", changes: Mapping[str, Any]) -> No
     """Without what the API said: this is for programs, which keep it."""
     import msgspec
 
-    from carpool.tools.doctor_checks import worst
+    from carpool.core.finding import worst
 
     listed = [{**msgspec.structs.asdict(finding), "changes": dict(finding.changes)} for finding in findings]
     for each in listed:

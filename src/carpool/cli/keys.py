@@ -11,18 +11,22 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, NoReturn, Protocol, TypeVar
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
+from carpool.cli.dlq import EXIT_FAILED, leave, print_json, print_table
 from carpool.core.api_key import KEY_PREFIX, LIMIT_MAX, ApiKey, KeyStoreError, key_fault, owner_fault
 from carpool.core.clock import rfc3339
 from carpool.core.names import ModeName
 from carpool.settings import ConfigError, Settings, broker_address, check_name, load_settings
 
+if TYPE_CHECKING:
+    from carpool.admission.key_file import KeyFile
+    from carpool.broker.redis.fleet.api_keys import RedisKeyStore
+
 Done = TypeVar("Done")
 
-EXIT_FAILED = 1
 KEY_RANDOM_BYTES = 32
 DIGEST_CHARS_SHOWN = 8
 DAY_S = 86400
@@ -57,22 +61,6 @@ DataDir = Annotated[
     str | None, typer.Option("--data-dir", metavar="DIR", help="As for the gateway: keep keys beside its journal.")
 ]
 Name = Annotated[str, typer.Argument(metavar="NAME", help="What the key is called.")]
-
-
-class KeyStore(Protocol):
-    """Where keys are kept."""
-
-    def create(self, key: ApiKey) -> bool:
-        """Keep a key; false if there is one of that name."""
-        ...
-
-    def revoke(self, name: str) -> bool:
-        """Forget a key; false if there is none of that name."""
-        ...
-
-    def all(self) -> list[ApiKey]:
-        """Every key, by name."""
-        ...
 
 
 @keys.command("import", help="Take a key that a client has, of any form from 20 characters on: one line on stdin.")
@@ -128,7 +116,7 @@ def create(
             raise ConfigError("--expires is for keys that are kept by Carpool, not for those of the configuration")
         typer.echo(_table(key), err=True)
     elif not _do(lambda: _store(settings).create(key)):
-        _leave(f"there is a key called {name}; revoke it first, or choose another name")
+        leave(f"there is a key called {name}; revoke it first, or choose another name", EXIT_FAILED, "keys")
     if not is_taken:
         typer.echo(secret)
 
@@ -147,19 +135,9 @@ def list_keys(
         own = ApiKey(name=name, sha256=each.sha256.lower(), owner=each.owner, tier=each.tier, models=tuple(each.models))
         rows.append(_row(own, "configuration"))
     if json:
-        typer.echo(json_module.dumps({"keys": rows}, indent=2))
-        return
-    if not rows:
-        typer.echo("no keys")
-        return
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(*(name.replace("_", " ") for name in rows[0]), box=None, header_style="bold")
-    for row in rows:
-        table.add_row(*(Text(str(cell)) for cell in row.values()))
-    Console().print(table)
+        print_json({"keys": rows})
+    else:
+        print_table(list(rows[0]) if rows else (), [row.values() for row in rows], "no keys")
 
 
 @keys.command()
@@ -167,9 +145,10 @@ def revoke(name: Name, config: Config = None, broker: Broker = None, data_dir: D
     """Revoke a key: gateways refuse it within two seconds."""
     settings = _load(config, broker, data_dir)
     if name in settings.keys:
-        _leave(f"{name} is a key of the configuration file: remove its table there, and send the gateways a SIGHUP")
+        says = f"{name} is a key of the configuration file: remove its table there, and send the gateways a SIGHUP"
+        leave(says, EXIT_FAILED, "keys")
     if not _do(lambda: _store(settings).revoke(name)):
-        _leave(f"there is no key called {name}; see `carpool keys list`")
+        leave(f"there is no key called {name}; see `carpool keys list`", EXIT_FAILED, "keys")
     typer.echo(f"{name} is revoked", err=True)
 
 
@@ -188,7 +167,7 @@ def _check_is_new(key: ApiKey, settings: Settings) -> None:
     configured = ((name, each.sha256.lower()) for name, each in settings.keys.items())
     for name, digest in (*configured, *((each.name, each.sha256) for each in _do(_store(settings).all))):
         if digest == key.sha256:
-            _leave(f"the key on stdin is there already: it is called {name}")
+            leave(f"the key on stdin is there already: it is called {name}", EXIT_FAILED, "keys")
 
 
 def _load(config: Path | None, broker: str | None, data_dir: str | None) -> Settings:
@@ -209,7 +188,7 @@ def _check(key: ApiKey, settings: Settings) -> None:
         check_name(model, "--models")
 
 
-def _store(settings: Settings) -> KeyStore:
+def _store(settings: Settings) -> "RedisKeyStore | KeyFile":
     # Here, so that the other commands do not pay for it.
     if settings.broker.url:
         from carpool.broker.redis.fleet.api_keys import RedisKeyStore
@@ -226,7 +205,7 @@ def _do(work: Callable[[], Done]) -> Done:
     try:
         return work()
     except KeyStoreError as failure:
-        _leave(str(failure))
+        leave(str(failure), EXIT_FAILED, "keys")
 
 
 def _row(key: ApiKey, where: str) -> dict[str, str]:
@@ -248,8 +227,3 @@ def _table(key: ApiKey) -> str:
     said |= {"default_mode": key.default_mode}
     lines = [f"{name} = {json_module.dumps(value)}" for name, value in said.items() if value not in (None, "", [])]
     return "\n".join([f"[keys.{json_module.dumps(key.name)}]", *lines])
-
-
-def _leave(complaint: str) -> NoReturn:
-    typer.echo(f"carpool keys: {' '.join(complaint.split())}", err=True)
-    raise typer.Exit(EXIT_FAILED)

@@ -12,15 +12,13 @@ from typer.exceptions import TyperException
 
 from carpool.cli import serve
 from carpool.cli.bench import bench
-from carpool.cli.dlq import dlq
+from carpool.cli.dlq import dlq, webhooks
 from carpool.cli.doctor import EPILOG, doctor
 from carpool.cli.keys import keys
 from carpool.cli.sim import demo, sim_gpu
 from carpool.cli.top import EPILOG as TOP_EPILOG
 from carpool.cli.top import top
-from carpool.cli.tracking import REQUESTS_EPILOG, USAGE_EPILOG, requests, tracking, usage
-from carpool.cli.webhooks import webhooks
-from carpool.cli.why import WHY_EPILOG, why
+from carpool.cli.tracking import REQUESTS_EPILOG, USAGE_EPILOG, WHY_EPILOG, requests, tracking, usage, why
 from carpool.settings import ConfigError
 from carpool.version import __version__
 

@@ -17,11 +17,11 @@ from contextlib import contextmanager
 from itertools import count
 from typing import Any, Literal, TypedDict, Unpack
 
-from carpool.client.retries import ClientRetryBudget, pause_s
 from carpool.client.wire import (
     Answer,
     CallOptions,
     ClientCall,
+    ClientRetryBudget,
     LostAnswer,
     Prediction,
     SubmitOptions,
@@ -29,6 +29,7 @@ from carpool.client.wire import (
     Unreachable,
     cancellation,
     error_in,
+    pause_s,
     poll,
     prediction_call,
     prediction_in,

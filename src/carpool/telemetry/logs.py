@@ -120,8 +120,8 @@ def _message(record: logging.LogRecord) -> str:
 
 def _fields(record: logging.LogRecord) -> dict[str, Any]:
     fields = getattr(record, "fields", None)
-    plain = _plain(fields, 0) if isinstance(fields, Mapping) else {}
-    return plain if isinstance(plain, dict) else {}
+    plain: dict[str, Any] = _plain(fields) if isinstance(fields, Mapping) else {}
+    return plain
 
 
 def _exception(record: logging.LogRecord) -> str:
@@ -136,16 +136,12 @@ def _exception(record: logging.LogRecord) -> str:
     return text if len(text) <= EXCEPTION_CHARS_MAX else "…" + text[-EXCEPTION_CHARS_MAX:]
 
 
-def _plain(value: Any, depth: int) -> Any:
+def _plain(value: Any, depth: int = 0) -> Any:
     """The value as JSON can hold it, bounded in length, count and depth."""
-    if value is None or isinstance(value, bool):
+    if value is None or isinstance(value, bool) or (isinstance(value, int) and value.bit_length() <= 64):
         return value
-    if isinstance(value, int):
-        return value if value.bit_length() <= 64 else f"<integer of {value.bit_length()} bits>"
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
-    if isinstance(value, str):
-        return _cut(value, FIELD_CHARS_MAX)
     if isinstance(value, bytes | bytearray | memoryview):
         return f"<{len(value)} bytes>"
     try:
@@ -155,7 +151,7 @@ def _plain(value: Any, depth: int) -> Any:
         if depth < FIELD_DEPTH_MAX and isinstance(value, list | tuple | set | frozenset):
             return [_plain(each, depth + 1) for each in list(value)[:FIELD_ITEMS_MAX]]
         return _cut(str(value), FIELD_CHARS_MAX)
-    except Exception:
+    except Exception:  # also an integer of more digits than Python writes
         return f"<{type(value).__name__}>"
 
 

@@ -126,8 +126,6 @@ class SimulatedBatch(NamedTuple):
     inputs: list[Raw]
     # Where the outputs go.
     field: bytes
-    # No input has an escape or a byte beyond ASCII.
-    plain: bool
 
     def answer(self, count: int) -> UpstreamResponse:
         """The answer to the first `count` inputs."""
@@ -136,9 +134,8 @@ class SimulatedBatch(NamedTuple):
 
 def read_call(body: bytes) -> SimulatedBatch:
     """The batch in the body of a call; raises CallRefusedError."""
-    is_ascii = body.isascii()
     try:
-        if not is_ascii:
+        if not body.isascii():
             body.decode()
         call = _decode_body(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -151,7 +148,7 @@ def read_call(body: bytes) -> SimulatedBatch:
         raise CallRefusedError("the body must have one of `inputs` and `instances`")
     if not inputs:
         raise CallRefusedError("the batch is empty")
-    return SimulatedBatch(inputs, field, is_ascii and b"\\" not in body)
+    return SimulatedBatch(inputs, field)
 
 
 def first_of_vector(value: bytes) -> float:
@@ -174,13 +171,13 @@ def vectors_json(batch: SimulatedBatch, count: int, dimensions: int) -> bytes:
 
 def outputs_json(batch: SimulatedBatch, count: int) -> bytes:
     """The answer to the first `count` inputs of a batch."""
-    _, field, plain = batch
+    field = batch.field
     outputs: list[bytes | bytearray] = []
     for raw in batch.inputs[:count]:
         value = bytearray(raw)
         if value[0] != _QUOTE:
             outputs.append(b'{"echo":' + value + b"}")
-        elif plain or (value.isascii() and b"\\" not in value):
+        elif value.isascii() and b"\\" not in value:
             value.reverse()  # the quotes change places, which makes no difference
             outputs.append(value)
         else:
@@ -226,20 +223,7 @@ class GpuStats(msgspec.Struct, kw_only=True):
     busy_seconds: float = 0.0
 
 
-class Timer(Protocol):
-    """What is needed of a timer handle."""
-
-    def cancel(self) -> None:
-        """Forget the timer."""
-        ...
-
-
-CallLater = Callable[[float, Callable[[], None]], Timer]
-
-
-def call_later_on_this_loop(seconds: float, callback: Callable[[], None]) -> Timer:
-    """Start a timer on the running event loop."""
-    return asyncio.get_running_loop().call_later(seconds, callback)
+CallLater = Callable[[float, Callable[[], None]], Any]
 
 
 class SimulatedCall(msgspec.Struct, eq=False):
@@ -249,7 +233,8 @@ class SimulatedCall(msgspec.Struct, eq=False):
     answer: UpstreamResponse | None
     seconds: float
     done: Callable[[UpstreamResponse | None], None]
-    timer: Timer | None = None
+    # Its `cancel` forgets the timer.
+    timer: Any = None
     ended: bool = False
 
 
@@ -260,11 +245,12 @@ class SimulatedGpu:
         self,
         settings: SimulationSettings,
         random: Random | None = None,
-        call_later: CallLater = call_later_on_this_loop,
+        call_later: CallLater | None = None,
         clock: Clock = monotonic,
     ) -> None:
         self.settings = settings
         self._random = random or Random(settings.seed)
+        # None: on the event loop that runs.
         self._call_later = call_later
         self._clock = clock
         self._poison = settings.poison.encode()
@@ -353,7 +339,8 @@ class SimulatedGpu:
     def _start(self, call: SimulatedCall) -> None:
         self._account()
         self._running += 1
-        call.timer = self._call_later(call.seconds, lambda: self._finish(call))
+        call_later = self._call_later or asyncio.get_running_loop().call_later
+        call.timer = call_later(call.seconds, lambda: self._finish(call))
 
     def _finish(self, call: SimulatedCall) -> None:
         self._end(call)
@@ -384,7 +371,7 @@ class SimulatedEndpoint:
         self,
         name: str,
         settings: SimulationSettings,
-        call_later: CallLater = call_later_on_this_loop,
+        call_later: CallLater | None = None,
         clock: Clock = monotonic,
     ) -> None:
         self.name = name
