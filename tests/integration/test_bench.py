@@ -13,8 +13,7 @@ import typer
 from typer.testing import CliRunner
 
 from carpool.cli.bench import bench
-from carpool.tools.bench.options import BenchOptions, TierLoad, resolve, segments_from
-from carpool.tools.bench.run import drive
+from carpool.tools.bench.run import BenchOptions, TierLoad, drive, resolve, segments_from
 from carpool.tools.bench.tally import Report
 from support.processes import PATIENCE_S, carpool, telling, until
 from support.stream_server import stream_server

@@ -12,8 +12,7 @@ from math import ceil, inf
 from pathlib import Path
 from typing import NamedTuple, Protocol, TypeVar
 
-from carpool.tools.bench.options import BenchOptions, TierLoad, raise_file_limit, resolve, segments_from
-from carpool.tools.bench.run import Answered, drive
+from carpool.tools.bench.run import Answered, BenchOptions, TierLoad, drive, raise_file_limit, resolve, segments_from
 from carpool.tools.bench.tally import REFUSALS, Report
 from support.checker import PROMISES, Verdict
 from support.processes import CpuShare

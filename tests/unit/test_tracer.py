@@ -137,17 +137,6 @@ def test_metrics_name_a_trace_that_is_kept(how: str) -> None:
     assert example.trace_id in {span.trace_id for span in spans}
 
 
-def test_a_batch_that_nobody_wants_is_not_kept() -> None:
-    def work(stand: Stand) -> None:
-        request = stand.request("fine")
-        request.batch = Batch("0011223344556677", "m", 1, "full", stand.clock())
-        assert stand.tracer.call_begins([request], "http://gpu/", 1, stand.clock(), is_search=False) is not None
-        request.batch.result = "ok"
-        stand.events.ended(request.batch, [request])
-
-    assert Stand().run(work) == []
-
-
 def test_rule_2_a_flood_of_refusals_is_kept_by_ratio_and_some_a_second_where_callers_ask() -> None:
     def flood(given: dict[bytes, bytes]) -> Callable[[Stand], None]:
         def work(stand: Stand) -> None:

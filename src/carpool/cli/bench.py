@@ -96,19 +96,18 @@ def bench(
     import uvloop
     from rich.console import Console
 
-    from carpool.tools.bench import options as given
-    from carpool.tools.bench.run import Answered, NotVerifiable, drive
+    from carpool.tools.bench import run
 
     try:
-        segments = given.segments_from(rate, duration, schedule)
-        with given.option("--timeout"):
-            timeout_s = given.parse_duration(timeout)
-        with given.option("--tiers"):
-            loads = given.parse_tiers(tiers) if tiers is not None else []
-        options = given.BenchOptions(
+        segments = run.segments_from(rate, duration, schedule)
+        with run.option("--timeout"):
+            timeout_s = run.parse_duration(timeout)
+        with run.option("--tiers"):
+            loads = run.parse_tiers(tiers) if tiers is not None else []
+        options = run.BenchOptions(
             url=url,
             segments=segments,
-            connections=given.default_connections(segments) if connections is None else connections,
+            connections=run.default_connections(segments) if connections is None else connections,
             payload_bytes=payload_bytes,
             poison=poison,
             poison_every=poison_every,
@@ -119,27 +118,27 @@ def bench(
             model=model,
             timeout_s=timeout_s,
             tiers=loads,
-            key="" if loads else given.key_from(api_key_file, os.environ),
+            key="" if loads else run.key_from(api_key_file, os.environ),
             retries=retry,
         )
-        target = given.resolve(url)
-        given.raise_file_limit(options.connections)
-    except given.BadOption as fault:
+        target = run.resolve(url)
+        run.raise_file_limit(options.connections)
+    except run.BadOption as fault:
         _leave(str(fault), EXIT_BAD_OPTION)
     # Before the run: minutes of load for a report that cannot be written would be a pity.
     for name, file in (("--json", json), ("--answers", answers)):
         if file is not None and (file.is_dir() or not os.access(file.parent, os.W_OK)):
             _leave(f"{name} {file} cannot be written", EXIT_BAD_OPTION)
-    recorded: list[Answered] = []
+    recorded: list[run.Answered] = []
 
     def say(line: str) -> None:
         typer.echo(line, err=True)
 
     try:
         report, interrupted = uvloop.run(
-            drive(options, target, say=None if quiet else say, answers=None if answers is None else recorded)
+            run.drive(options, target, say=None if quiet else say, answers=None if answers is None else recorded)
         )
-    except NotVerifiable as fault:
+    except run.NotVerifiable as fault:
         _leave(f"--face {face}: {fault}", EXIT_NOT_CLEAN)
     except ConnectionError as fault:
         _leave(f"cannot connect to {url}: {fault}", EXIT_NOT_CLEAN)

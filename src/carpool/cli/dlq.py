@@ -7,6 +7,7 @@ nothing of it reaches the terminal but characters that can be printed.
 import json as json_module
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 from urllib.parse import quote, urlsplit
 
@@ -24,19 +25,21 @@ LIST_PAGE = 1000
 # Longer texts in an input are cut; `--json` shows all of it.
 SHOWN_CHARS_MAX = 400
 
+
+def examples(*commands: str, then: str = "") -> str:
+    """The end of a command's help."""
+    return "\n\n".join(["[bold]Examples[/bold]", *(f"  {command}" for command in commands), then])
+
+
 dlq = typer.Typer(
     name="dlq",
     no_args_is_help=True,
     help="Dead letters: requests given up on. List, show, replay or drop them.",
-    epilog="""\
-[bold]Examples[/bold]
-
-  carpool dlq list
-
-  carpool dlq show 17
-
-  carpool dlq replay --all --cause upstream-failed
-""",
+    epilog=examples(
+        "carpool dlq list",
+        "carpool dlq show 17",
+        "carpool dlq replay --all --cause upstream-failed",
+    ),
 )
 
 Admin = Annotated[str, typer.Option(metavar="URL", help="The gateway's admin port.")]
@@ -44,7 +47,11 @@ Token = Annotated[
     str,
     typer.Option(metavar="TOKEN", envvar="CARPOOL_SERVICE_TOKEN", help="A service token, if it asks for one."),
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print the gateway's answer as JSON.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Config = Annotated[
+    Path | None,
+    typer.Option("--config", metavar="FILE", help="The gateways' configuration file; also CARPOOL_CONFIG."),
+]
 LetterId = Annotated[int, typer.Argument(metavar="ID", min=1, help="The number that `list` shows.")]
 SomeLetterId = Annotated[int | None, typer.Argument(metavar="ID", min=1, help="The number that `list` shows.")]
 Everything = Annotated[bool, typer.Option("--all", help="All there are now.")]
@@ -157,15 +164,11 @@ webhooks = typer.Typer(
     name="webhooks",
     no_args_is_help=True,
     help="Webhooks: outcomes of tasks that wait to be sent. List them, or send them now.",
-    epilog="""\
-[bold]Examples[/bold]
-
-  carpool webhooks list
-
-  carpool webhooks retry 5f2b8c0d9e7a41b6a3c4d5e6f7081920
-
-  carpool webhooks retry --all
-""",
+    epilog=examples(
+        "carpool webhooks list",
+        "carpool webhooks retry 5f2b8c0d9e7a41b6a3c4d5e6f7081920",
+        "carpool webhooks retry --all",
+    ),
 )
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from carpool.cli.dlq import EXIT_FAILED, leave, print_json, print_table
+from carpool.cli.dlq import EXIT_FAILED, Config, examples, leave, print_json, print_table
 from carpool.core.api_key import KEY_PREFIX, LIMIT_MAX, ApiKey, KeyStoreError, key_fault, owner_fault
 from carpool.core.clock import rfc3339
 from carpool.core.names import ModeName
@@ -37,25 +37,15 @@ keys = typer.Typer(
     name="keys",
     no_args_is_help=True,
     help="API keys: create, import, list and revoke them. Running gateways see a change within two seconds.",
-    epilog="""\
-[bold]Examples[/bold]
-
-  carpool keys create alice --tier paid --per-minute 600 --burst 50
-
-  carpool keys create ci --models small --expires 30 --broker redis://127.0.0.1:6379
-
-  carpool keys import old-shop --tier paid < their-key.txt
-
-  carpool keys revoke alice
-
-Give it the configuration of your gateways: that says where keys are kept, and which tiers there are.
-""",
+    epilog=examples(
+        "carpool keys create alice --tier paid --per-minute 600 --burst 50",
+        "carpool keys create ci --models small --expires 30 --broker redis://127.0.0.1:6379",
+        "carpool keys import old-shop --tier paid < their-key.txt",
+        "carpool keys revoke alice",
+        then="Give it the configuration of your gateways: that says where keys are kept, and which tiers there are.",
+    ),
 )
 
-Config = Annotated[
-    Path | None,
-    typer.Option("--config", metavar="FILE", help="The gateways' configuration file; also CARPOOL_CONFIG."),
-]
 Broker = Annotated[str | None, typer.Option("--broker", metavar="URL", help="As for the gateways: keep keys in Redis.")]
 DataDir = Annotated[
     str | None, typer.Option("--data-dir", metavar="DIR", help="As for the gateway: keep keys beside its journal.")

@@ -12,7 +12,7 @@ from typer.exceptions import TyperException
 
 from carpool.cli import serve
 from carpool.cli.bench import bench
-from carpool.cli.dlq import dlq, webhooks
+from carpool.cli.dlq import dlq, examples, webhooks
 from carpool.cli.doctor import EPILOG, doctor
 from carpool.cli.keys import keys
 from carpool.cli.sim import demo, sim_gpu
@@ -31,15 +31,11 @@ app = typer.Typer(
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-    epilog="""\
-[bold]Examples[/bold]
-
-  carpool demo
-
-  carpool serve --upstream http://127.0.0.1:9000-9031/infer
-
-  carpool bench http://127.0.0.1:8000 --rate 1000 --duration 20s
-""",
+    epilog=examples(
+        "carpool demo",
+        "carpool serve --upstream http://127.0.0.1:9000-9031/infer",
+        "carpool bench http://127.0.0.1:8000 --rate 1000 --duration 20s",
+    ),
 )
 
 

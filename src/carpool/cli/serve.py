@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
 
 import typer
 
+from carpool.cli.dlq import examples
 from carpool.core.names import Role
 from carpool.settings import ConfigError, Settings, admin_port, dump_toml, load_settings, require_for, warnings_of
 from carpool.settings.keys import FLAGS, KEYS, Key
@@ -30,47 +31,29 @@ _ABOUT_PASSWORDS = """\
 Others on this machine can read a command line: a password for Redis is better in CARPOOL_BROKER_URL, or in a file \
 that broker.password_file names.
 """
-_SERVE_EPILOG = f"""\
-[bold]Examples[/bold]
-
-  carpool serve --upstream http://127.0.0.1:9000/infer
-
-  carpool serve --upstream 'http://gpu-1:9000-9031/infer' --policy fixed --max-wait-ms 20
-
-  carpool serve --config /etc/carpool.toml --no-journal
-
-  carpool serve --broker redis://10.0.0.5:6379 --upstream http://127.0.0.1:9000-9031/infer --processes 4
-
-{_ABOUT_SETTINGS}"""
-_GATEWAY_EPILOG = f"""\
-[bold]Examples[/bold]
-
-  carpool gateway --broker redis://127.0.0.1:6379
-
-  carpool gateway --broker redis+cluster://10.0.0.5:7000,10.0.0.6:7000 --host 0.0.0.0 --processes 4
-
-  carpool gateway --broker redis://127.0.0.1:6379 --upstream http://gpu-1:9000-9031/infer
-
-{_ABOUT_PASSWORDS}
-{_ABOUT_SETTINGS}"""
-_BATCHER_EPILOG = f"""\
-[bold]Examples[/bold]
-
-  carpool batcher --broker redis://127.0.0.1:6379 --upstream http://127.0.0.1:9000-9031/infer
-
-  carpool batcher --broker redis+sentinel://10.0.0.5:26379,10.0.0.6:26379/carpool --upstream http://gpu-1:9000/infer
-
-  carpool batcher --broker redis://127.0.0.1:6379 --upstream http://gpu-2:9000/infer --admin-port 8003
-
-{_ABOUT_PASSWORDS}
-{_ABOUT_SETTINGS}"""
-_CONFIG_EPILOG = """\
-[bold]Examples[/bold]
-
-  carpool config > carpool.toml
-
-  CARPOOL_GATEWAY_PORT=8080 carpool config --policy fixed
-"""
+_SERVE_EPILOG = examples(
+    "carpool serve --upstream http://127.0.0.1:9000/infer",
+    "carpool serve --upstream 'http://gpu-1:9000-9031/infer' --policy fixed --max-wait-ms 20",
+    "carpool serve --config /etc/carpool.toml --no-journal",
+    "carpool serve --broker redis://10.0.0.5:6379 --upstream http://127.0.0.1:9000-9031/infer --processes 4",
+    then=_ABOUT_SETTINGS,
+)
+_GATEWAY_EPILOG = examples(
+    "carpool gateway --broker redis://127.0.0.1:6379",
+    "carpool gateway --broker redis+cluster://10.0.0.5:7000,10.0.0.6:7000 --host 0.0.0.0 --processes 4",
+    "carpool gateway --broker redis://127.0.0.1:6379 --upstream http://gpu-1:9000-9031/infer",
+    then=(_ABOUT_PASSWORDS + "\n\n" + _ABOUT_SETTINGS),
+)
+_BATCHER_EPILOG = examples(
+    "carpool batcher --broker redis://127.0.0.1:6379 --upstream http://127.0.0.1:9000-9031/infer",
+    "carpool batcher --broker redis+sentinel://10.0.0.5:26379,10.0.0.6:26379/carpool --upstream http://gpu-1:9000/infer",
+    "carpool batcher --broker redis://127.0.0.1:6379 --upstream http://gpu-2:9000/infer --admin-port 8003",
+    then=(_ABOUT_PASSWORDS + "\n\n" + _ABOUT_SETTINGS),
+)
+_CONFIG_EPILOG = examples(
+    "carpool config > carpool.toml",
+    "CARPOOL_GATEWAY_PORT=8080 carpool config --policy fixed",
+)
 
 
 class Given(NamedTuple):

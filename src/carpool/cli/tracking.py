@@ -15,7 +15,20 @@ from urllib.parse import quote
 import msgspec
 import typer
 
-from carpool.cli.dlq import DEFAULT_ADMIN, EXIT_FAILED, Admin, Gateway, Token, leave, print_json, print_table, printable
+from carpool.cli.dlq import (
+    DEFAULT_ADMIN,
+    EXIT_FAILED,
+    Admin,
+    Config,
+    Gateway,
+    Json,
+    Token,
+    examples,
+    leave,
+    print_json,
+    print_table,
+    printable,
+)
 from carpool.core.clock import rfc3339
 from carpool.settings import ConfigError, load_settings
 
@@ -30,46 +43,23 @@ tracking = typer.Typer(
     help="Where requests and batches are kept for questions afterwards (`tracking.store`).",
 )
 
-Config = Annotated[
-    Path | None,
-    typer.Option("--config", metavar="FILE", help="The gateways' configuration file; also CARPOOL_CONFIG."),
-]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 Done = TypeVar("Done")
 
-REQUESTS_EPILOG = """\
-[bold]Examples[/bold]
-
-  carpool requests --owner alice --since 1h --failed
-
-  carpool requests --batch 6b1f90c200000a17
-
-Give it the configuration of your gateways: that says where rows are kept. A row comes when its request ends.
-"""
-REQUEST_COLUMNS: "dict[str, Callable[[RequestRecord], object]]" = {
-    "completed at": lambda record: rfc3339(record.completed_at),
-    "id": lambda record: record.id,
-    "owner": lambda record: record.owner,
-    "tier": lambda record: record.tier,
-    "model": lambda record: record.model,
-    "outcome": lambda record: record.error or "completed",
-    "ms": lambda record: f"{record.latency_ms:.1f}",
-    "queue ms": lambda record: "" if record.queue_ms is None else f"{record.queue_ms:.1f}",
-    "batch": lambda record: record.batch_id or ("cached" if record.cached else ""),
-    "size": lambda record: record.batch_size or "",
-    "attempts": lambda record: record.attempts or "",
-    "endpoint": lambda record: record.endpoint or "",
-}
-WHY_EPILOG = """\
-[bold]Examples[/bold]
-
-  carpool why req_6b1f90c2aa10-17
-
-  carpool why 3f6c0e9ab5d14c3f8e0f6a3b2c1d4e57 --admin http://10.0.0.7:8001
-
-Any gateway of a fleet will do. One that ended long ago is told from tracking, where that is on.
-"""
+REQUESTS_EPILOG = examples(
+    "carpool requests --owner alice --since 1h --failed",
+    "carpool requests --batch 6b1f90c200000a17",
+    then="Give it the configuration of your gateways: it says where rows are kept. A row comes when its request ends.",
+)
+REQUEST_COLUMNS = (
+    *("completed at", "id", "owner", "tier", "model", "outcome"),
+    *("ms", "queue ms", "batch", "size", "attempts", "endpoint"),
+)
+WHY_EPILOG = examples(
+    "carpool why req_6b1f90c2aa10-17",
+    "carpool why 3f6c0e9ab5d14c3f8e0f6a3b2c1d4e57 --admin http://10.0.0.7:8001",
+    then="Any gateway of a fleet will do. One that ended long ago is told from tracking, where that is on.",
+)
 WAITED_FOR = {
     "company": "waited for company: others who would share its batch",
     "slot": "waited for a slot: all endpoints were busy, or failing",
@@ -87,15 +77,11 @@ REASONS = {
     "expected-none": "no company was expected in time",
     "drain": "the process was leaving",
 }
-USAGE_EPILOG = """\
-[bold]Examples[/bold]
-
-  carpool usage --since 24h
-
-  carpool usage --since 7d --by model --json
-
-GPU seconds are those of the calls that answered, each shared by all whom it answered.
-"""
+USAGE_EPILOG = examples(
+    "carpool usage --since 24h",
+    "carpool usage --since 7d --by model --json",
+    then="GPU seconds are those of the calls that answered, each shared by all whom it answered.",
+)
 
 
 @tracking.command()
@@ -133,10 +119,20 @@ def requests(
     if json:
         print_json({"requests": [shown_record(record) for record in found]})
         return
-    rows = [[show(record) for show in REQUEST_COLUMNS.values()] for record in found]
-    print_table(list(REQUEST_COLUMNS), rows, "no requests")
+    print_table(REQUEST_COLUMNS, map(request_cells, found), "no requests")
     if len(found) == limit:
         typer.echo(f"the newest {limit}; see --limit")
+
+
+def request_cells(record: "RequestRecord") -> tuple[object, ...]:
+    """A row of the table, in the order of REQUEST_COLUMNS."""
+    return (
+        *(rfc3339(record.completed_at), record.id, record.owner, record.tier, record.model),
+        *(record.error or "completed", f"{record.latency_ms:.1f}"),
+        "" if record.queue_ms is None else f"{record.queue_ms:.1f}",
+        record.batch_id or ("cached" if record.cached else ""),
+        *(record.batch_size or "", record.attempts or "", record.endpoint or ""),
+    )
 
 
 def usage(

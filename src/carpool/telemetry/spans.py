@@ -13,7 +13,7 @@ from struct import Struct
 from urllib.parse import urlsplit
 
 from carpool.core.batch import Batch
-from carpool.core.errors import GRPC_STATUS, CarpoolError
+from carpool.core.errors import GRPC_STATUS, CarpoolError, all_errors
 from carpool.core.outcome import CallFacts
 from carpool.core.protobuf import (
     BadMessageError,
@@ -35,7 +35,7 @@ LINKS_MAX = 128
 INTERNAL, SERVER, CLIENT, CONSUMER = 1, 2, 3, 5
 
 Value = str | bool | int | float
-ErrorKind = type[CarpoolError] | None
+_ERRORS = {kind.code: kind for kind in all_errors()}
 
 # trace_id = 1, span_id = 2, start = 7, end = 8, flags = 16. Their order is free.
 _ids_and_times = Struct("<2s16s2s8sBQBQ2sI").pack
@@ -151,10 +151,8 @@ class Spans:
         """The span of a request that has its outcome, and that of its wait in the queue."""
         route = "" if request.is_task else getattr(request.waiter, "route", "")
         tier = self._tiers[min(request.tier, len(self._tiers) - 1)]
-        is_task, method = request.is_task, "POST" if route else ""
-        rest = request_part(
-            method, route, request.model, tier, request.owner, trace.why, is_task, error and type(error)
-        )
+        of_client = "POST" if route else "", route, request.model, tier, request.owner
+        rest = request_part(*of_client, trace.why, request.is_task, error.code if error else "")
         request_id = request.id.encode()
         rest += head_of_id(len(request_id)) + request_id
         if call is None:
@@ -172,7 +170,7 @@ class Spans:
 
     def refusal(self, trace: Trace, method: str, route: str, error: CarpoolError, now: float) -> bytes:
         """The span of a request that did not come in."""
-        rest = request_part(method, route, "", "", "", trace.why, False, error and type(error))
+        rest = request_part(method, route, "", "", "", trace.why, False, error.code)
         if trace.state:
             rest += trace_state(trace.state)
         at = self._ns(now)
@@ -200,20 +198,14 @@ class Spans:
 
 @lru_cache(COMMON_KEPT_MAX)
 def request_part(
-    method: str,
-    route: str,
-    model: str,
-    tier: str,
-    owner: str,
-    why: str,
-    is_task: bool,
-    error: ErrorKind,
+    method: str, route: str, model: str, tier: str, owner: str, why: str, is_task: bool, code: str
 ) -> bytes:
     """What the spans of many requests have in common; one that did not come in has no model, tier and owner."""
+    error = _ERRORS.get(code)
     part = named("task", CONSUMER) if is_task else face_part(method, route, error)
     part += attributes(
         [
-            ("error.type", error and error.code),
+            ("error.type", code or None),
             ("gen_ai.request.model", model or None),
             ("carpool.tier", tier or None),
             ("carpool.owner", owner or None),
@@ -224,7 +216,7 @@ def request_part(
     return part + ERROR if error is not None and error.status >= 500 else part
 
 
-def face_part(method: str, route: str, error: ErrorKind) -> bytes:
+def face_part(method: str, route: str, error: type[CarpoolError] | None) -> bytes:
     """What a span says of how its request came: over HTTP, by gRPC (`service/method`), or in a message of a stream."""
     if not method:
         return named("inference", SERVER)

@@ -30,7 +30,7 @@ from carpool.broker.redis.fleet.view import FleetView, read_view
 from carpool.broker.redis.keys import GROUP, Keys, Shard
 from carpool.broker.redis.scripts import AUDIT
 from carpool.broker.redis.types import LEASE_MS
-from carpool.core.finding import Finding, merged
+from carpool.core.finding import Finding, Level, merged
 
 # A process whose heartbeat is older than this is gone.
 STALE_S = 1.5
@@ -39,6 +39,22 @@ LATENCY_MS_MAX = 10.0
 CLOCK_S_MAX = 1.0
 MEMORY_SHARE_HIGH = 0.6
 NAMED_MAX = 3
+# What a crash loses, by `appendfsync`.
+FSYNC: dict[str, tuple[Level, str, str]] = {
+    "": ("warning", "AOF; how often it is synced cannot be read", "see that appendfsync is everysec or always"),
+    "always": ("ok", "AOF, synced always: a crash loses nothing that was answered", ""),
+    "everysec": (
+        "ok",
+        "AOF, synced every second: a power cut may lose about a second of accepted tasks, the end of the process alone "
+        "nothing",
+        "",
+    ),
+    "no": (
+        "warning",
+        "AOF without sync: a power cut loses what the system had not written",
+        "CONFIG SET appendfsync everysec (or always), and the same in redis.conf",
+    ),
+}
 # After the lease, a batcher claims at its next look.
 CLAIM_SPARE_MS = 3000
 
@@ -216,23 +232,7 @@ def check_persistence(info: Mapping[str, str], config: Mapping[str, str] | None)
         do = "look at the server's log and its disk; Redis refuses writes until this works again"
         return Finding("persistence", "problem", f"the last write to disk failed ({', '.join(failed)})", do)
     if info.get("aof_enabled") == "1":
-        fsync = (config or {}).get("appendfsync", "")
-        if fsync == "always":
-            return Finding("persistence", "ok", "AOF, synced always: a crash loses nothing that was answered")
-        if fsync == "no":
-            do = "CONFIG SET appendfsync everysec (or always), and the same in redis.conf"
-            return Finding(
-                "persistence", "warning", "AOF without sync: a power cut loses what the system had not written", do
-            )
-        if fsync == "everysec":
-            return Finding(
-                "persistence",
-                "ok",
-                "AOF, synced every second: a power cut may lose about a second of accepted tasks, "
-                "the end of the process alone nothing",
-            )
-        do = "see that appendfsync is everysec or always"
-        return Finding("persistence", "warning", "AOF; how often it is synced cannot be read", do)
+        return Finding("persistence", *FSYNC.get((config or {}).get("appendfsync", ""), FSYNC[""]))
     if config is not None and not config.get("save"):
         do = "CONFIG SET appendonly yes, and the same in redis.conf; leave it if no payload may be on disk"
         return Finding("persistence", "warning", "none: when Redis ends, every accepted task and result is lost", do)

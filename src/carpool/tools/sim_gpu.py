@@ -12,6 +12,7 @@
 But for V2, the field decides the format, not the path. Errors are `{"error": text}`.
 """
 
+import asyncio
 import re
 import socket
 import struct
@@ -76,7 +77,8 @@ class GpuServer(ExchangeWorker):
         tensors = _TENSOR_PATH.fullmatch(path)
         if tensors or _INFERENCE_PATH.fullmatch(path):
             if exchange.method == b"POST":
-                self._infer(exchange, tensors and tensors[1].decode("latin-1"))
+                called = self._infer(exchange, tensors and tensors[1].decode("latin-1"))
+                exchange.context, exchange.worker = asyncio.get_running_loop().create_task(called), self
             else:
                 self._refuse(exchange, 405, "use POST", b"Allow: POST\r\n")
         elif path in _PAGES:
@@ -88,26 +90,22 @@ class GpuServer(ExchangeWorker):
             paths = "/infer, /v1/models/{model}:predict, /v2/models/{model}/infer, /stats and /health"
             self._refuse(exchange, 404, f"there are {paths}")
 
-    def _infer(self, exchange: Exchange, tensor_model: str | None) -> None:
-        def done(answer: UpstreamResponse | None) -> None:
-            exchange.worker = None
-            if answer is None:
-                _reset(exchange)
-            elif isinstance(answer, TensorAnswer) and answer.header_length is not None:
-                length = b"Inference-Header-Content-Length: %d\r\n" % answer.header_length
-                exchange.respond(answer.status, answer.body, b"application/octet-stream", length)
-            else:
-                exchange.respond(answer.status, answer.body)
-
+    async def _infer(self, exchange: Exchange, tensor_model: str | None) -> None:
         read = read_call if tensor_model is None else partial(read_tensors, tensor_model, exchange.headers)
-        call = self.gpu.submit(exchange.body, done, read)
-        if not call.ended:
-            exchange.body = b""  # not needed any more, and a queue of them is heavy
-            exchange.context, exchange.worker = call, self
+        called, exchange.body = self.gpu.infer(exchange.body, read), b""
+        answer = await called
+        exchange.worker = None
+        if answer is None:
+            _reset(exchange)
+        elif isinstance(answer, TensorAnswer) and answer.header_length is not None:
+            length = b"Inference-Header-Content-Length: %d\r\n" % answer.header_length
+            exchange.respond(answer.status, answer.body, b"application/octet-stream", length)
+        else:
+            exchange.respond(answer.status, answer.body)
 
     def client_left(self, exchange: Exchange) -> None:
         """Free the place of its call."""
-        self.gpu.leave(exchange.context)
+        exchange.context.cancel()
 
     def _stats_json(self) -> bytes:
         stats: dict[str, Any] = msgspec.structs.asdict(self.gpu.stats())

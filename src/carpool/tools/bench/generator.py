@@ -378,6 +378,12 @@ class LoadGenerator:
         self._end_sending()
         self._stopped.set()
 
+    def end(self) -> None:
+        """Send nothing more; `run` returns once the requests on their way have ended."""
+        self._arrivals, self._due = iter(()), inf
+        while self.waiting:
+            self.waiting.popleft().failed("timeout-unsent")
+
     async def close(self) -> None:
         """Close every connection and wait until they are gone."""
         self._closing = True
