@@ -146,11 +146,6 @@ def answer(output: str, *, metadata: bytes = METADATA) -> bytes:
     return b'{"request_id":"r","output":%b,%b}' % (msgspec.json.encode(output), metadata)
 
 
-def test_a_size_with_no_room_for_the_nonce_is_refused() -> None:
-    with pytest.raises(ValueError, match="too small"):
-        make(PAYLOAD_BYTES_MIN - 1)
-
-
 def test_path_model_and_preference_are_in_the_request() -> None:
     payload = make(model='say "hi"', respond_async=True)
     assert payload.request(NUMBER).startswith(b"POST /base/v1/inference HTTP/1.1\r\nHost: gateway:80\r\n")

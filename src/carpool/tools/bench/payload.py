@@ -60,8 +60,6 @@ class Payload:
         poison: str = "",
         poison_every: int = 0,
     ) -> None:
-        if size < PAYLOAD_BYTES_MIN:
-            raise ValueError(f"payload of {size} bytes is too small, the least is {PAYLOAD_BYTES_MIN}")
         identity = run_id.encode().rjust(RUN_ID_DIGITS, b"0")
         filler_size = size - PAYLOAD_BYTES_MIN
         filler = (FILLER_ALPHABET * (filler_size // len(FILLER_ALPHABET) + 1))[:filler_size]
