@@ -195,15 +195,14 @@ class GpuFleet:
 
     def total(self) -> GpuStats:
         """Sums over all GPUs; of the largest and the most, the largest of any one GPU."""
-        total = GpuStats()
-        for stats in (server.gpu.stats() for server in self.servers):
-            total.calls += stats.calls
-            total.inputs += stats.inputs
-            total.largest_batch = max(total.largest_batch, stats.largest_batch)
-            total.in_flight += stats.in_flight
-            total.most_in_flight = max(total.most_in_flight, stats.most_in_flight)
-            total.busy_seconds = round(total.busy_seconds + stats.busy_seconds, 3)
-        return total
+        every = [server.gpu.stats() for server in self.servers]
+        largest = ("largest_batch", "most_in_flight")
+        return GpuStats(
+            **{
+                name: round((max if name in largest else sum)(getattr(each, name) for each in every), 3)
+                for name in GpuStats.__struct_fields__
+            }
+        )
 
     async def close(self) -> None:
         """Stop at once: running calls are cut off."""
