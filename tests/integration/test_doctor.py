@@ -12,7 +12,8 @@ from carpool.broker.redis.client.address import parse_broker_url
 from carpool.broker.redis.fleet.view import Heartbeat, ModelHeartbeat, encode_heartbeat
 from carpool.broker.redis.keys import GROUP, Keys, Shard
 from carpool.core.finding import Finding
-from carpool.tools.doctor import Doctor, Wants
+from carpool.settings.schema import BrokerSettings
+from carpool.tools.doctor import Doctor
 from support.processes import carpool
 from support.redis_servers import RedisCluster, RedisServer, running_redis, running_sentinels
 
@@ -25,7 +26,7 @@ def keys() -> Keys:
 
 
 async def examine(url: str, keys: Keys, **wants: Any) -> dict[str, Finding]:
-    findings = await Doctor(parse_broker_url(url), keys, Wants(**wants)).examine()
+    findings = await Doctor(parse_broker_url(url), keys, BrokerSettings(**wants)).examine()
     assert all(finding.says for finding in findings)
     return {finding.check: finding for finding in findings}
 

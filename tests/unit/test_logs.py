@@ -148,7 +148,7 @@ class TestNothingRaises:
         log.info(message, *args)
         assert "arguments left out" in stream.getvalue()
 
-    @pytest.mark.parametrize("failure", [OSError("disk full"), ValueError("closed"), RecursionError()])
+    @pytest.mark.parametrize("failure", [OSError("disk full"), ValueError("closed")])
     def test_a_stream_that_fails(self, failure: Exception) -> None:
         class Broken(io.StringIO):
             def write(self, text: str) -> int:

@@ -101,11 +101,10 @@ async def _examine(settings: Settings, given: bytes) -> "list[Finding]":
             findings += await ApiDoctor(settings, each, given, _say).examine()
     if settings.broker.url:
         from carpool.broker.redis.keys import Keys
-        from carpool.tools.doctor import Doctor, Wants
+        from carpool.tools.doctor import Doctor
 
         broker = settings.broker
-        wants = Wants(replicas=broker.replicas, persistence=broker.persistence)
-        findings += await Doctor(broker_address(broker), Keys(broker.namespace), wants).examine()
+        findings += await Doctor(broker_address(broker), Keys(broker.namespace), broker).examine()
     return findings
 
 

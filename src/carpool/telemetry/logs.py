@@ -17,6 +17,7 @@ from typing import Any, TextIO
 
 from carpool.core.clock import rfc3339
 
+HANDLER = "carpool"
 MESSAGE_CHARS_MAX = 2000
 FIELD_CHARS_MAX = 500
 FIELD_ITEMS_MAX = 50
@@ -35,35 +36,20 @@ def configure_logging(level: str, format: str, stream: TextIO = sys.stderr) -> N
         formatter = ConsoleFormatter(colour=is_terminal and not os.environ.get("NO_COLOR"))
     else:
         formatter = JsonFormatter()
-    handler = SafeHandler(stream)
+    handler = logging.StreamHandler(stream)
+    handler.name = HANDLER
     handler.setFormatter(formatter)
 
     root = logging.getLogger()
-    for old in [each for each in root.handlers if isinstance(each, SafeHandler)]:
+    for old in [each for each in root.handlers if each.name == HANDLER]:
         root.removeHandler(old)
     root.addHandler(handler)
     threshold = logging.getLevelNamesMapping()[level.upper()]
     logging.getLogger("carpool").setLevel(threshold)
     # Libraries may put what they handle into their debug and info lines: those stay out at every level.
     root.setLevel(max(threshold, logging.WARNING))
+    # A full disk or a closed pipe must not fail a request; there is nowhere left to say so.
     logging.raiseExceptions = False
-
-
-class SafeHandler(logging.Handler):
-    """Writes lines to a stream and swallows every failure to do so."""
-
-    def __init__(self, stream: TextIO) -> None:
-        super().__init__()
-        self._stream = stream
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Write one record; unlike the standard handler, not even a RecursionError gets out."""
-        try:
-            self._stream.write(self.format(record) + "\n")
-            self._stream.flush()
-        except Exception:
-            # A full disk or a closed pipe must not fail a request; there is nowhere left to say so.
-            pass
 
 
 class JsonFormatter(logging.Formatter):

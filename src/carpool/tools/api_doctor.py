@@ -147,7 +147,9 @@ class ApiDoctor:
     async def _examine(self, url: str, endpoint: Endpoint) -> tuple[list[Finding], Endpoint | None]:
         """What one endpoint does with a call of one and a call of two; itself, if it does both well."""
         if not self._kinds:
-            self._kinds = own_inputs(self._model.upstream, await self._metadata(endpoint))
+            # A V2 server says which tensors its model takes.
+            is_v2, page = self._model.upstream.protocol == "kserve_v2", f"/v2/models/{quote(self._model.name, safe='')}"
+            self._kinds = own_inputs(self._model.upstream, await self._page(endpoint, page) if is_v2 else b"")
         self._values = self._values or self._kinds[0]
         findings: list[Finding] = []
         tried = await self._call(endpoint, 1)
@@ -209,12 +211,6 @@ class ApiDoctor:
             return replace(tried, fault=str(fault))
         self._good.append(tried)
         return tried
-
-    async def _metadata(self, endpoint: Endpoint) -> bytes:
-        """What a V2 server says of its model's tensors."""
-        if self._model.upstream.protocol != "kserve_v2":
-            return b""
-        return await self._page(endpoint, f"/v2/models/{quote(self._model.name, safe='')}")
 
     async def _page(self, endpoint: Endpoint, path: str) -> bytes:
         """A page of the API, if it has that."""

@@ -7,7 +7,7 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 from redis.exceptions import NoPermissionError
@@ -31,6 +31,7 @@ from carpool.broker.redis.keys import GROUP, Keys, Shard
 from carpool.broker.redis.scripts import AUDIT
 from carpool.broker.redis.types import LEASE_MS
 from carpool.core.finding import Finding, Level, merged
+from carpool.settings.schema import BrokerSettings
 
 # A process whose heartbeat is older than this is gone.
 STALE_S = 1.5
@@ -57,13 +58,6 @@ FSYNC: dict[str, tuple[Level, str, str]] = {
 }
 # After the lease, a batcher claims at its next look.
 CLAIM_SPARE_MS = 3000
-
-
-class Wants(msgspec.Struct, frozen=True):
-    """The settings of Carpool that a deployment must match."""
-
-    replicas: int = 0
-    persistence: Literal["allowed", "forbidden"] = "allowed"
 
 
 class StreamFacts(msgspec.Struct, frozen=True):
@@ -111,7 +105,7 @@ class ShardFacts(msgspec.Struct, frozen=True):
 class Doctor:
     """One examination of one deployment."""
 
-    def __init__(self, address: BrokerAddress, keys: Keys, wants: Wants) -> None:
+    def __init__(self, address: BrokerAddress, keys: Keys, wants: BrokerSettings) -> None:
         self._inspection = Inspection(address, keys)
         self._keys = keys
         self._wants = wants
@@ -181,7 +175,7 @@ class Doctor:
         return parse_audit(shard.number, shard.stream(b""), reply)
 
 
-def node_findings(node: NodeFacts, wants: Wants, *, is_replicated: bool) -> list[Finding]:
+def node_findings(node: NodeFacts, wants: BrokerSettings, *, is_replicated: bool) -> list[Finding]:
     """All checks of one server."""
     return [
         check_answers(node),

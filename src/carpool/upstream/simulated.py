@@ -242,13 +242,9 @@ class SimulatedGpu:
         # When each call that runs began.
         self._running: dict[object, float] = {}
         self._stats = GpuStats()
-        # Each fault with the upper bound of its share of [0, 1).
-        self._faults: list[tuple[str, float]] = []
-        bound = 0.0
-        for fault in _FAULTS:
-            bound += getattr(settings, f"{fault}_rate")
-            self._faults.append((fault, bound))
-        self._faultless = bound == 0.0
+        rates = [getattr(settings, f"{fault}_rate") for fault in _FAULTS]
+        # The share of each fault, and of none.
+        self._shares = [*rates, max(0.0, 1.0 - sum(rates))]
 
     async def infer(self, body: bytes, read: Callable[[bytes], Batch] = read_call) -> UpstreamResponse | None:
         """The answer to a call; None: its connection is reset. A bad call is refused at once, without a slot.
@@ -291,7 +287,7 @@ class SimulatedGpu:
             raise CallRefusedError(f"batch size {count} > maximum {settings.max_batch}")
         self._stats.inputs += count
         seconds = (settings.latency_ms + settings.per_item_ms * count) / 1000.0
-        fault = self._draw_fault()
+        [fault] = self._random.choices((*_FAULTS, ""), self._shares)
         if fault == "hang":
             return None, HANG_S_MAX
         if fault == "reset":
@@ -306,12 +302,6 @@ class SimulatedGpu:
         if settings.dimensions and isinstance(batch, SimulatedBatch):
             return UpstreamResponse(200, vectors_json(batch, answered, settings.dimensions)), seconds
         return batch.answer(answered), seconds
-
-    def _draw_fault(self) -> str:
-        if self._faultless:
-            return ""
-        drawn = self._random.random()
-        return next((fault for fault, bound in self._faults if drawn < bound), "")
 
 
 class SimulatedEndpoint:

@@ -249,17 +249,13 @@ def settle(due: Due, journey: Journey | None) -> None:
         due.part.tally.right(now - due.intended, now, *journey)
 
 
-class _Accepted(msgspec.Struct):
+class _Task(msgspec.Struct):
     task_id: str
-
-
-class _Result(msgspec.Struct):
     status: str
     output: Any = None
 
 
-_decode_accepted = msgspec.json.Decoder(_Accepted).decode
-_decode_result = msgspec.json.Decoder(_Result).decode
+_decode_task = msgspec.json.Decoder(_Task).decode
 
 
 class TaskConnection(Connection):
@@ -272,14 +268,16 @@ class TaskConnection(Connection):
             self.next_request(stays)
             return
         try:
-            if due.polling:
-                self.on_result(due, _decode_result(data[start:]), stays)
-            else:
-                self.on_accepted(due, _decode_accepted(data[start:]), stays)
+            task = _decode_task(data[start:])
         except msgspec.DecodeError:
             self.fail("malformed")
+            return
+        if due.polling:
+            self.on_result(due, task, stays)
+        else:
+            self.on_accepted(due, task, stays)
 
-    def on_accepted(self, due: Due, accepted: _Accepted, stays: bool) -> None:
+    def on_accepted(self, due: Due, accepted: _Task, stays: bool) -> None:
         """Ask for the result of the task that now exists."""
         wait_ms = max(1, min(WAIT_MS_MAX, int(self.generator.timeout_s * 1000)))
         target = self.generator.target
@@ -300,7 +298,7 @@ class TaskConnection(Connection):
         elif not self.transport.is_closing():
             self.transport.write(due.outgoing)
 
-    def on_result(self, due: Due, result: _Result, stays: bool) -> None:
+    def on_result(self, due: Due, result: _Task, stays: bool) -> None:
         """Judge a result, or ask again while there is none."""
         if result.status == "PENDING":
             self.generator.loop.call_later(REPOLL_DELAY_S, self.poll, due, stays)

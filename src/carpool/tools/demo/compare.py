@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from heapq import heapify, heapreplace
 from math import ceil, inf
 from random import Random
-from typing import cast
+from typing import Any, cast
 
 import msgspec
 
@@ -41,48 +41,27 @@ SPARE_GPUS = 32
 BUSY_MAX = 0.95
 
 
-class Side(msgspec.Struct, frozen=True):
-    """The result of one of the two."""
+def compare(
+    rate: float, gpus: int, latency_ms: float, policy: PolicyName = "adaptive", seed: int = 1
+) -> dict[str, Any]:
+    """Both at this rate: `p99_ms` with these GPUs, None if they cannot keep up; `gpus_needed` to hold P99_MS_MAX."""
+    arrivals = draw_arrivals(rate)
 
-    # With the given GPUs. None: they cannot keep up, and the queue grows without end.
-    p99_ms: float | None
-    # GPUs needed to hold P99_MS_MAX.
-    gpus_needed: int
-
-
-class Comparison(msgspec.Struct, frozen=True):
-    """Both sides at one load."""
-
-    rate: float
-    gpus: int
-    p99_ms_max: float
-    one_by_one: Side
-    carpool: Side
-
-
-def compare(rate: float, gpus: int, latency_ms: float, policy: PolicyName = "adaptive", seed: int = 1) -> Comparison:
-    """Both at this rate."""
-    arrivals = draw_arrivals(rate, seed)
-
-    def side(latencies: Callable[[int], Sequence[float]], inputs_a_call: int) -> Side:
+    def side(latencies: Callable[[int], Sequence[float]], inputs_a_call: int) -> dict[str, Any]:
         # How many GPUs are busy all the time.
         load = len(arrivals) / arrivals[-1] * latency_ms / 1000 / inputs_a_call
         needed = fewest(lambda count: p99_ms(latencies(count)) <= P99_MS_MAX, load)
         # Without a steady state latencies only tell how long the simulation ran.
-        return Side(p99_ms(latencies(gpus)) if load < gpus else None, needed)
+        return {"p99_ms": p99_ms(latencies(gpus)) if load < gpus else None, "gpus_needed": needed}
 
-    return Comparison(
-        rate,
-        gpus,
-        P99_MS_MAX,
-        side(lambda count: one_by_one(arrivals, count, latency_ms), 1),
-        side(lambda count: Ride(arrivals, count, latency_ms, policy).run(), BATCHING.max_batch),
-    )
+    one = side(lambda count: one_by_one(arrivals, count, latency_ms), 1)
+    carpool = side(lambda count: Ride(arrivals, count, latency_ms, policy).run(), BATCHING.max_batch)
+    return {"rate": rate, "gpus": gpus, "p99_ms_max": P99_MS_MAX, "one_by_one": one, "carpool": carpool}
 
 
-def draw_arrivals(rate: float, seed: int) -> list[float]:
-    """Poisson arrivals."""
-    random = Random(seed)
+def draw_arrivals(rate: float) -> list[float]:
+    """Poisson arrivals, the same each time."""
+    random = Random(1)
     seconds = min(SECONDS, ARRIVALS_MAX / rate)
     arrivals = [random.expovariate(rate)]
     while arrivals[-1] < seconds or len(arrivals) < 50:
