@@ -8,7 +8,7 @@
 4. Nothing is repeated when its pause would end after the deadline.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple, TypedDict, TypeVar
 from urllib.parse import quote
 
@@ -133,7 +133,9 @@ class _Problem(msgspec.Struct):
     predicted_wait_ms: int | None = None
 
 
-class _Accepted(msgspec.Struct):
+class Accepted(msgspec.Struct):
+    """The 202 of a task."""
+
     task_id: str
 
 
@@ -146,10 +148,6 @@ class _Task(msgspec.Struct):
 
 
 _encode = msgspec.json.Encoder().encode
-_prediction = msgspec.json.Decoder(Prediction).decode
-_accepted = msgspec.json.Decoder(_Accepted).decode
-_task = msgspec.json.Decoder(_Task).decode
-_problem = msgspec.json.Decoder(_Problem).decode
 
 
 def prediction_call(value: Any, options: CallOptions, request_id: str) -> ClientCall:
@@ -195,19 +193,9 @@ def timeout_ms(seconds: float) -> int:
     return min(max(1, int(seconds * 1000)), 999_999_999)
 
 
-def prediction_in(body: bytes) -> Prediction:
-    """The 200 of a synchronous request."""
-    return _readable(_prediction, body)
-
-
-def task_id_in(body: bytes) -> str:
-    """The 202 of a task."""
-    return _readable(_accepted, body).task_id
-
-
 def task_in(body: bytes) -> TaskOutput | CarpoolError | None:
     """What became of a task; None while it waits."""
-    task = _readable(_task, body)
+    task = read(body, _Task)
     if task.status == "PENDING":
         return None
     if task.status == "FAILED":
@@ -218,7 +206,7 @@ def task_in(body: bytes) -> TaskOutput | CarpoolError | None:
 def error_in(status: int, body: bytes, retry_after: str | None) -> CarpoolError:
     """The error in a response: of the gateway's own class, else of the class nearest to the status."""
     try:
-        problem = _problem(body)
+        problem = msgspec.json.decode(body, type=_Problem)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         problem = _Problem()
     is_seconds = retry_after is not None and retry_after.isascii() and retry_after.isdigit() and len(retry_after) < 10
@@ -242,9 +230,10 @@ def _kind_of(status: int) -> type[CarpoolError]:
     return ClientError if 400 <= status < 500 else GatewayError
 
 
-def _readable(decode: Callable[[bytes], T], body: bytes) -> T:
+def read(body: bytes, kind: type[T]) -> T:
+    """An answer of the gateway: Prediction for a synchronous request, Accepted for a task."""
     try:
-        return decode(body)
+        return msgspec.json.decode(body, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as failure:
         raise InternalError("the answer is not one of a gateway of Carpool; is this its address?") from failure
 
