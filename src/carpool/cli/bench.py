@@ -2,10 +2,12 @@
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 import typer
+
+from carpool.cli.dlq import leave
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -124,11 +126,11 @@ def bench(
         target = run.resolve(url)
         run.raise_file_limit(options.connections)
     except run.BadOption as fault:
-        _leave(str(fault), EXIT_BAD_OPTION)
+        leave(str(fault), EXIT_BAD_OPTION, "bench")
     # Before the run: minutes of load for a report that cannot be written would be a pity.
     for name, file in (("--json", json), ("--answers", answers)):
         if file is not None and (file.is_dir() or not os.access(file.parent, os.W_OK)):
-            _leave(f"{name} {file} cannot be written", EXIT_BAD_OPTION)
+            leave(f"{name} {file} cannot be written", EXIT_BAD_OPTION, "bench")
     recorded: list[run.Answered] = []
 
     def say(line: str) -> None:
@@ -139,9 +141,9 @@ def bench(
             run.drive(options, target, say=None if quiet else say, answers=None if answers is None else recorded)
         )
     except run.NotVerifiable as fault:
-        _leave(f"--face {face}: {fault}", EXIT_NOT_CLEAN)
+        leave(f"--face {face}: {fault}", EXIT_NOT_CLEAN, "bench")
     except ConnectionError as fault:
-        _leave(f"cannot connect to {url}: {fault}", EXIT_NOT_CLEAN)
+        leave(f"cannot connect to {url}: {fault}", EXIT_NOT_CLEAN, "bench")
     if json is not None:
         json.write_bytes(msgspec.json.format(msgspec.json.encode(report)) + b"\n")
     if answers is not None:
@@ -152,11 +154,6 @@ def bench(
         raise typer.Exit(EXIT_NOT_CLEAN)
     if interrupted:
         raise typer.Exit(EXIT_INTERRUPTED)
-
-
-def _leave(complaint: str, status: int) -> NoReturn:
-    typer.echo(f"carpool bench: {complaint}", err=True)
-    raise typer.Exit(status)
 
 
 def print_report(report: "Report", console: "Console") -> None:

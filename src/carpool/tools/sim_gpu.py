@@ -75,20 +75,14 @@ class GpuServer(ExchangeWorker):
         """Answer one HTTP request, an inference later."""
         path = exchange.target.partition(b"?")[0]
         tensors = _TENSOR_PATH.fullmatch(path)
-        if tensors or _INFERENCE_PATH.fullmatch(path):
-            if exchange.method == b"POST":
-                called = self._infer(exchange, tensors and tensors[1].decode("latin-1"))
-                exchange.context, exchange.worker = asyncio.get_running_loop().create_task(called), self
-            else:
-                self._refuse(exchange, 405, "use POST", b"Allow: POST\r\n")
-        elif path in _PAGES:
-            if exchange.method in (b"GET", b"HEAD"):
-                exchange.respond(200, self._stats_json() if path == b"/stats" else b'{"status":"ok"}')
-            else:
-                self._refuse(exchange, 405, "use GET", b"Allow: GET, HEAD\r\n")
+        if exchange.method == b"POST" and (tensors or _INFERENCE_PATH.fullmatch(path)):
+            called = self._infer(exchange, tensors and tensors[1].decode("latin-1"))
+            exchange.context, exchange.worker = asyncio.get_running_loop().create_task(called), self
+        elif exchange.method in (b"GET", b"HEAD") and path in _PAGES:
+            exchange.respond(200, self._stats_json() if path == b"/stats" else b'{"status":"ok"}')
         else:
-            paths = "/infer, /v1/models/{model}:predict, /v2/models/{model}/infer, /stats and /health"
-            self._refuse(exchange, 404, f"there are {paths}")
+            there = "POST /infer, /v1/models/{model}:predict, /v2/models/{model}/infer; GET /stats, /health"
+            exchange.respond(404, error_answer(404, f"there are {there}").body)
 
     async def _infer(self, exchange: Exchange, tensor_model: str | None) -> None:
         read = read_call if tensor_model is None else partial(read_tensors, tensor_model, exchange.headers)
@@ -111,9 +105,6 @@ class GpuServer(ExchangeWorker):
         stats: dict[str, Any] = msgspec.structs.asdict(self.gpu.stats())
         return msgspec.json.encode({**stats, "total": self._fleet.total()})
 
-    def _refuse(self, exchange: Exchange, status: int, text: str, headers: bytes = b"") -> None:
-        exchange.respond(status, error_answer(status, text).body, headers=headers)
-
 
 def _reset(exchange: Exchange) -> None:
     assert isinstance(exchange.sink, Connection)
@@ -123,8 +114,8 @@ def _reset(exchange: Exchange) -> None:
         transport.abort()
 
 
-# How often a row of free ports is looked for: first where the kernel finds one, then below the ports that it gives
-# to clients, among which a busy machine has no long free row.
+# How often a row of free ports is looked for, below the ports that the kernel gives to clients, among which a busy
+# machine has no long free row.
 ANY_PORTS_ATTEMPTS = 64
 PORTS_OF_SERVERS = range(10_000, 32_000)
 
@@ -144,15 +135,13 @@ class GpuFleet:
         """Listen on consecutive ports, any that are free if `port` is 0; raises CannotListenError, and then listens on
         none.
         """
-        first = port
         for attempts_left in reversed(range(1 if port else ANY_PORTS_ATTEMPTS)):
             try:
-                await self._start(host, first)
+                await self._start(host, port or choice(PORTS_OF_SERVERS))
                 return
-            except CannotListenError:  # the first one was free, but one behind it was not
+            except CannotListenError:
                 if not attempts_left:
                     raise
-            first = choice(PORTS_OF_SERVERS)
 
     async def _start(self, host: str, port: int) -> None:
         for server in self.servers:
@@ -165,7 +154,6 @@ class GpuFleet:
                 await self.close()
                 reason = (failure.strerror or str(failure)).rpartition(": ")[2].lower()
                 raise CannotListenError(f"cannot listen on {host}:{wanted}: {reason}") from None
-            port = port or bound
             self.ports.append(bound)
 
     def kill(self, host: str, number: int) -> None:
