@@ -10,7 +10,7 @@ import argparse
 import asyncio
 import random
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from math import inf
@@ -110,16 +110,15 @@ class Simulation:
         return self.result
 
     def _endpoints(self, model: Model) -> MakeEndpoint:
-        loop, scenario = asyncio.get_running_loop(), self.scenario
+        scenario = self.scenario
 
-        def call_later(seconds: float, callback: Callable[[], None]) -> asyncio.TimerHandle:
-            drawn = 1.0 + self.rng.uniform(-scenario.jitter, scenario.jitter)
-            return loop.call_later(seconds * drawn, callback)
+        async def sleep(seconds: float) -> None:
+            await asyncio.sleep(seconds * (1.0 + self.rng.uniform(-scenario.jitter, scenario.jitter)))
 
         gpu = SimulationSettings(
             latency_ms=scenario.service_s * 1000, slots=scenario.slots, max_batch=self.settings.batching.max_batch
         )
-        return lambda address: SimulatedEndpoint(address.url, gpu, call_later, self.clock)
+        return lambda address: SimulatedEndpoint(address.url, gpu, sleep, self.clock)
 
     async def _run(self) -> None:
         self.engine = Engine(Runtime(self.settings, self.clock, self.rng.random, self._endpoints))

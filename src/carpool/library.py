@@ -63,22 +63,13 @@ def as_list(results: Any, count: int) -> list[Any]:
     """What the function returned, one result for each of `count` items in their order; else WrongResultCountError."""
     kind = type(results)
     # A table (pandas, polars) has the length of its rows, and gives its columns.
-    if isinstance(results, NO_LISTS) or hasattr(kind, "columns"):
+    if isinstance(results, NO_LISTS) or hasattr(kind, "columns") or not hasattr(kind, "__len__"):
         raise WrongResultCountError(
             f"the function must return a list with one result for each item, not {kind.__name__}"
         )
-    try:
-        size = len(results)
-        iter(results)
-    except TypeError:
-        raise WrongResultCountError(f"the function must return a list, not {kind.__name__}") from None
     listed = list(results)
-    if len(listed) != size:
-        raise WrongResultCountError(
-            f"the function must return a list, not {kind.__name__}: its length is {size}, but it gives {len(listed)}"
-        )
-    if size != count:
-        raise WrongResultCountError(f"the function returned {size} results for {count} items")
+    if len(listed) != count:
+        raise WrongResultCountError(f"the function returned {len(listed)} results for {count} items")
     return listed
 
 
@@ -162,11 +153,7 @@ class FunctionCalls:
         self._free += 1
         seconds = self._clock() - started
         facts = CallFacts(len(batch), seconds)
-        try:
-            self.outcomes.settle_batch(batch, [Output(result, facts) for result in results])
-        except BaseException as failure:  # whatever it is, no caller waits for ever
-            for request in batch:
-                self.outcomes.settle(request, Output(failure, facts))
+        self.outcomes.settle_batch(batch, [Output(result, facts) for result in results])
         if self._notify is not None:
             self._notify()
         return seconds
@@ -315,15 +302,12 @@ class Batcher(Generic[Item, Result]):
         future: asyncio.Future[Any] = request.ticket
         if not future.done():
             value = outcome.value if isinstance(outcome, Output) else outcome
-            try:
-                if value is _CANCELLED:
-                    future.cancel()
-                elif isinstance(value, BaseException):
-                    future.set_exception(raisable(value))
-                else:
-                    future.set_result(value)
-            except Exception as failure:  # such as what only says that it is an exception
-                future.set_exception(raisable(failure))
+            if value is _CANCELLED:
+                future.cancel()
+            elif issubclass(type(value), BaseException):  # not what only says so, such as a mock
+                future.set_exception(raisable(value))
+            else:
+                future.set_result(value)
         self._settled_all.set()  # `close` looks again; it counts for itself
 
 

@@ -20,8 +20,15 @@ from carpool.core.request import Request
 from carpool.testing import Witness, make_request
 from carpool.tracking.postgres import MIGRATIONS, VERSION_TABLE, PostgresStore
 from carpool.tracking.recorder import Recorder
-from carpool.tracking.records import RequestRow, batch_row, request_row
-from carpool.tracking.stores import BadRowsError, RequestQuestion, StoreAwayError, StoreUnusableError
+from carpool.tracking.records import (
+    BadRowsError,
+    RequestQuestion,
+    RequestRow,
+    StoreAwayError,
+    StoreUnusableError,
+    batch_row,
+    request_row,
+)
 from support.client import Connection, inference_body
 from support.postgres import PostgresServer, running_postgres
 from support.processes import PATIENCE_S, GatewayProcess, carpool, carpool_for, running_gateway, until

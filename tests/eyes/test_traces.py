@@ -16,7 +16,7 @@ from typing import NamedTuple
 import pytest
 
 from carpool.core.trace import Trace, read_traceparent
-from carpool.telemetry.otlp import ERROR, REMOTE, SERVER, Envelope, Value, attributes, link, named, span, trace_state
+from carpool.telemetry.spans import ERROR, REMOTE, SERVER, Envelope, Value, attributes, link, named, span, trace_state
 from support.client import ask_once, inference_body
 from support.processes import PATIENCE_S, GatewayProcess, running_role, until
 from support.redis_servers import RedisServer

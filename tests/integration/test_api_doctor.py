@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 
-from carpool.core.finding import Finding
+from carpool.core.finding import LEVELS, Finding
 from carpool.settings import Settings, models_of
 from carpool.settings.schema import BatchingSettings, UpstreamSettings
 from carpool.tools.api_doctor import ApiDoctor
-from carpool.tools.doctor_checks import LEVELS
 from support.certificates import Certificates
 from support.odd_api import OddApi, odd_api
 from support.processes import carpool

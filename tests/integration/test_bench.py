@@ -13,9 +13,8 @@ import typer
 from typer.testing import CliRunner
 
 from carpool.cli.bench import bench
-from carpool.tools.bench.run import BenchOptions, drive, resolve, segments_from
+from carpool.tools.bench.run import BenchOptions, TierLoad, drive, resolve, segments_from
 from carpool.tools.bench.tally import Report
-from carpool.tools.bench.tiers import TierLoad
 from support.processes import PATIENCE_S, carpool, telling, until
 from support.stream_server import stream_server
 

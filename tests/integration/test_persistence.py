@@ -9,8 +9,8 @@ from carpool.broker.redis.client.address import parse_broker_url
 from carpool.broker.redis.fleet.servers import Inspection, find_disks
 from carpool.broker.redis.keys import Keys
 from carpool.core.finding import Finding
+from carpool.settings.schema import BrokerSettings
 from carpool.tools.doctor import Doctor
-from carpool.tools.doctor_checks import Wants
 from support.processes import carpool, running_role, until
 from support.redis_servers import RedisServer, running_cluster, running_redis
 
@@ -110,7 +110,7 @@ async def test_every_primary_and_every_replica_of_a_cluster_counts(tmp_path: Pat
 
 async def persistence_of(url: str, level: str = "ok") -> Finding:
     """What the doctor says of it at this level."""
-    findings = await Doctor(parse_broker_url(url), Keys("disks"), Wants(persistence="forbidden")).examine()
+    findings = await Doctor(parse_broker_url(url), Keys("disks"), BrokerSettings(persistence="forbidden")).examine()
     [found] = [each for each in findings if (each.check, each.level) == ("persistence", level)]
     return found
 

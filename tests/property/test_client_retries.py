@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from carpool.client.retries import PAUSE_FIRST_S, PAUSE_LAST_S, ClientRetryBudget, pause_s
+from carpool.client.wire import PAUSE_FIRST_S, PAUSE_LAST_S, ClientRetryBudget, pause_s
 
 lucks = st.floats(0, 1)
 

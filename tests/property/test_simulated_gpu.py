@@ -1,16 +1,16 @@
 """The simulated GPU under any input and any order of events."""
 
+import asyncio
 import json
-from collections import deque
-from collections.abc import Callable
 from random import Random
 from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
 
+from carpool.testing import FakeClock
 from carpool.upstream.endpoint import UpstreamResponse
-from carpool.upstream.simulated import SimulatedCall, SimulatedGpu, SimulationSettings
+from carpool.upstream.simulated import SimulatedGpu, SimulationSettings
 
 text = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 value = st.recursive(
@@ -20,42 +20,13 @@ value = st.recursive(
 )
 
 
-class Clockwork:
-    """Runs timers in the order they fall due, when told."""
-
-    def __init__(self) -> None:
-        self.timers: deque[Clockwork.Timer] = deque()
-
-    class Timer:
-        """A timer that can be forgotten; all have the same latency, so they end in the order they began."""
-
-        def __init__(self, callback: Callable[[], None]) -> None:
-            self.callback = callback
-            self.cancelled = False
-
-        def cancel(self) -> None:
-            self.cancelled = True
-
-    def call_later(self, _seconds: float, callback: Callable[[], None]) -> "Clockwork.Timer":
-        self.timers.append(self.Timer(callback))
-        return self.timers[-1]
-
-    def running(self) -> int:
-        return sum(not timer.cancelled for timer in self.timers)
-
-    def fire(self) -> None:
-        while self.timers:
-            timer = self.timers.popleft()
-            if not timer.cancelled:
-                timer.callback()
-                return
-
-
 def answer_to(body: bytes, **settings: Any) -> UpstreamResponse:
-    clockwork, answers = Clockwork(), list[UpstreamResponse | None]()
-    gpu = SimulatedGpu(SimulationSettings(**settings), Random(0), call_later=clockwork.call_later, clock=lambda: 0.0)
-    gpu.submit(body, answers.append)
-    clockwork.fire()
+    answers = list[UpstreamResponse | None]()
+
+    async def main() -> None:
+        answers.append(await SimulatedGpu(SimulationSettings(**settings), Random(0)).infer(body))
+
+    FakeClock().run(main())
     (answer,) = answers
     assert answer is not None
     return answer
@@ -113,29 +84,39 @@ def test_any_bytes_get_an_answer_that_is_json(body: bytes) -> None:
     assert set(json.loads(answer.body)) in ({"error"}, {"outputs"})
 
 
-@given(st.integers(1, 4), st.lists(st.sampled_from(["submit", "submit", "fire", "leave"]), max_size=60), st.data())
+@given(st.integers(1, 4), st.lists(st.sampled_from(["submit", "submit", "pass", "leave"]), max_size=60), st.data())
 def test_slots_are_never_exceeded_never_idle_with_work_and_served_in_order(
     slots: int, steps: list[str], data: st.DataObject
 ) -> None:
-    clockwork = Clockwork()
-    gpu = SimulatedGpu(SimulationSettings(slots=slots), Random(0), call_later=clockwork.call_later, clock=lambda: 0.0)
-    calls: dict[int, SimulatedCall] = {}
-    ended: list[int] = []
+    running, ended = 0, list[int]()
 
-    def submit(number: int) -> None:
-        calls[number] = gpu.submit(b'{"inputs":[1]}', lambda _: ended.append(number))
+    async def sleep(seconds: float) -> None:
+        nonlocal running
+        running += 1
+        try:
+            await asyncio.sleep(seconds)
+        finally:
+            running -= 1
 
-    for step in steps:
-        if step == "submit":
-            submit(len(calls))
-        elif step == "fire":
-            clockwork.fire()
-        elif calls:
-            gpu.leave(calls[data.draw(st.sampled_from(sorted(calls)))])
-        in_flight = sum(not call.ended for call in calls.values())
-        assert gpu.stats().in_flight == in_flight
-        assert clockwork.running() == min(slots, in_flight)
-    while clockwork.running():
-        clockwork.fire()
-    assert all(call.ended for call in calls.values())
+    async def main() -> None:
+        gpu = SimulatedGpu(SimulationSettings(slots=slots, latency_ms=100), Random(0), sleep)
+        calls: list[asyncio.Task[None]] = []
+
+        async def call(number: int) -> None:
+            await gpu.infer(b'{"inputs":[1]}')
+            ended.append(number)
+
+        for step in steps:
+            if step == "submit":
+                calls.append(asyncio.create_task(call(len(calls))))
+            elif step == "leave" and calls:
+                calls[data.draw(st.integers(0, len(calls) - 1))].cancel()
+            await asyncio.sleep(0.03 if step == "pass" else 0.001)
+            in_flight = sum(not each.done() for each in calls)
+            assert gpu.stats().in_flight == in_flight
+            assert running == min(slots, in_flight)
+        await asyncio.gather(*calls, return_exceptions=True)
+        assert gpu.stats().in_flight == running == 0
+
+    FakeClock().run(main())
     assert ended == sorted(set(ended))  # in the order of submission, and each once

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from carpool.core.trace import (
     STATE_CHARS_MAX,
-    STATE_MEMBERS_MAX,
     Trace,
     read_text,
     read_traceparent,
@@ -20,9 +19,7 @@ from carpool.core.trace import (
 
 trace_ids = st.binary(min_size=16, max_size=16).filter(any)
 span_ids = st.binary(min_size=8, max_size=8).filter(any)
-keys = st.from_regex(r"[a-z][a-z0-9_*/-]{0,20}(@[a-z][a-z0-9_*/-]{0,13})?", fullmatch=True)
-values = st.text("".join(set(map(chr, range(0x21, 0x7F))) - {",", "="}), min_size=1, max_size=40)
-states = st.dictionaries(keys.filter(lambda key: "@" not in key), values, max_size=STATE_MEMBERS_MAX)
+states = st.text(string.printable[:95], max_size=STATE_CHARS_MAX)
 
 VALID = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
@@ -69,35 +66,14 @@ def test_a_later_version_is_read_as_far_as_it_is_known(version: int, more: str, 
     assert read_traceparent(f"{text}.{more}") is None
 
 
-@given(states)
-def test_a_tracestate_is_passed_on_in_its_order(state: dict[str, str]) -> None:
-    members = [f"{key}={value}" for key, value in state.items()]
-    passed = read_tracestate(" ,\t".join(members) + ",")
-    assert len(passed) <= STATE_CHARS_MAX
-    assert passed.split(",") == members[: len(passed.split(","))] or not passed
-    if len(",".join(members)) <= STATE_CHARS_MAX:
-        assert passed == ",".join(members)
-
-
-def test_empty_members_are_passed_over_but_not_thousands_of_them() -> None:
-    assert read_tracestate("a=1" + "," * 32 + "b=2,") == "a=1,b=2"
-    assert read_tracestate("a=1" + "," * 16_000) == ""
-
-
-@given(st.text(max_size=100))
-@example("a=1,a=2")
-@example("A=1")
+@given(st.text(max_size=600))
+@example("a=1,b=2 ,\tc=3")
+@example("vendor=1, other=2")
 @example("a=1\r\nx: y")
 @example("a=\u00e9")
-@example("a")
-@example(",".join(f"k{number}=v" for number in range(33)))
-def test_a_tracestate_that_is_passed_on_is_safe_in_a_header(text: str) -> None:
-    passed = read_tracestate(text)
-    assert passed.isascii()
-    assert passed == "" or passed.isprintable()
-    assert read_tracestate(passed) == passed
-    if "\n" in text.strip(" \t") or not text.isascii():
-        assert passed == ""
+def test_a_tracestate_is_passed_on_as_it_is_or_not_at_all(text: str) -> None:
+    is_fine = len(text) <= STATE_CHARS_MAX and all(" " <= character <= "~" for character in text)
+    assert read_tracestate(text) == (text if is_fine else "")
 
 
 @given(
@@ -107,8 +83,8 @@ def test_a_tracestate_that_is_passed_on_is_safe_in_a_header(text: str) -> None:
     states,
     st.sampled_from(["", "asked", "ratio"]),
 )
-def test_a_trace_travels(trace_id: bytes, span_id: bytes, parent_id: bytes, state: dict[str, str], why: str) -> None:
-    own = Trace(trace_id, span_id, parent_id, read_tracestate(",".join(f"{k}={v}" for k, v in state.items())), why)
+def test_a_trace_travels(trace_id: bytes, span_id: bytes, parent_id: bytes, state: str, why: str) -> None:
+    own = Trace(trace_id, span_id, parent_id, state, why)
     came = read_text(text_of(own))
     assert came is not None
     for name in ("trace_id", "span_id", "parent_id", "state", "why"):

@@ -1,11 +1,11 @@
-"""Which traces are kept (`telemetry/sampling.py`)."""
+"""Which traces are kept (`Ratio` in `telemetry/tracer.py`)."""
 
 import random
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from carpool.telemetry.sampling import Ratio
+from carpool.telemetry.tracer import Ratio
 
 
 def ratio_of(share: float, seed: int = 1) -> Ratio:

@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from carpool.tracking.records import RequestRecord, RequestRow, UsageRecord
+from carpool.tracking.records import RequestQuestion, RequestRecord, RequestRow, UsageRecord
 from carpool.tracking.sqlite import SqliteStore
-from carpool.tracking.stores import RequestQuestion
 
 NAMES = st.sampled_from(["a", "b", "c"])
 MAYBE = st.none() | NAMES

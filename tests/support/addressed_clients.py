@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Self, cast
 
 import msgspec
 
-from carpool.tools.bench.response import HEAD_END, read_head
+from carpool.tools.bench.generator import HEAD_END, read_head
 from support.checker import Checker
 from support.client import inference_body
 

@@ -12,9 +12,8 @@ from math import ceil, inf
 from pathlib import Path
 from typing import NamedTuple, Protocol, TypeVar
 
-from carpool.tools.bench.run import Answered, BenchOptions, drive, raise_file_limit, resolve, segments_from
+from carpool.tools.bench.run import Answered, BenchOptions, TierLoad, drive, raise_file_limit, resolve, segments_from
 from carpool.tools.bench.tally import REFUSALS, Report
-from carpool.tools.bench.tiers import TierLoad
 from support.checker import PROMISES, Verdict
 from support.processes import CpuShare
 

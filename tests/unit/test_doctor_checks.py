@@ -6,8 +6,8 @@ import pytest
 
 from carpool.broker.redis.fleet.servers import NodeFacts, check_cluster, check_sentinels, parse_info
 from carpool.broker.redis.fleet.view import FleetMember, FleetView, Heartbeat, ModelHeartbeat
-from carpool.core.finding import Finding, Level
-from carpool.tools.doctor_checks import (
+from carpool.core.finding import Finding, Level, merged, worst
+from carpool.tools.doctor import (
     ShardFacts,
     StreamFacts,
     check_answers,
@@ -21,11 +21,8 @@ from carpool.tools.doctor_checks import (
     check_policy,
     check_replicas,
     check_role,
-    check_unlisted,
     check_version,
     check_waiting,
-    merged,
-    worst,
 )
 
 GIB = 2**30
@@ -220,24 +217,19 @@ def test_counts() -> None:
 @pytest.mark.parametrize(
     ("stream", "view", "level"),
     [
-        (StreamFacts("s", "m", 2, 2, (), (("b", 2, 99_000),)), fleet("b"), "ok"),
-        (StreamFacts("s", "m", 2, 2, (), (("gone", 2, 2_000),)), fleet("b"), "ok"),
-        (StreamFacts("s", "m", 2, 2, (), (("gone", 2, 99_000),)), fleet("b"), "warning"),
-        (StreamFacts("s", "m", 2, 2, (), (("gone", 2, 99_000),)), fleet(), "problem"),
+        (StreamFacts("s", "m", 2, 2, (("b", 2, 99_000),)), fleet("b"), "ok"),
+        (StreamFacts("s", "m", 2, 2, (("gone", 2, 2_000),)), fleet("b"), "ok"),
+        (StreamFacts("s", "m", 2, 2, (("gone", 2, 99_000),)), fleet("b"), "warning"),
+        (StreamFacts("s", "m", 2, 2, (("gone", 2, 99_000),)), fleet(), "problem"),
         (StreamFacts("s", "m", 2, None), fleet("b"), "problem"),
         (StreamFacts("s", "m", 0, None), fleet("b"), "ok"),
-        (StreamFacts("s", "m", 2, 0, ("theirs",)), fleet("b"), "warning"),
     ],
 )
 def test_groups(stream: StreamFacts, view: FleetView, level: Level) -> None:
     assert judged(check_groups([shard(stream)], view)) == level
 
 
-def test_streams_and_letters() -> None:
-    assert judged(check_unlisted([])) == "ok"
-    finding = check_unlisted(["a", "b", "c", "d", "e"])
-    assert judged(finding) == "problem"
-    assert "a, b, c and 2 more" in finding.says
+def test_letters() -> None:
     assert judged(check_letters([shard(), shard()])) == "ok"
     kept = [shard(letters=2, letter_bytes=3 * 2**20), shard(letters=3, letter_bytes=2**19)]
     assert check_letters(kept).says == "5 kept, 3.5 MiB"

@@ -12,13 +12,12 @@ from carpool.core.snapshot import (
     FleetState,
     Health,
     ModelNumbers,
-    Numbers,
     OutcomeNumbers,
     RedisGatewayNumbers,
     SheddingNumbers,
     Snapshot,
 )
-from carpool.telemetry.metrics import KINDS, METRICS, Exposition
+from carpool.telemetry.metrics import METRICS, Exposition
 
 read_open_metrics: Callable[[str], Iterable[Any]] = openmetrics.text_string_to_metric_families
 
@@ -108,10 +107,6 @@ def view() -> View:
 
 def test_a_model_s_name_is_escaped(view: View) -> None:
     assert samples(Exposition(view))['carpool_queue_depth{model=odd "name"}'] == 7
-
-
-def test_every_kind_of_numbers_is_shown() -> None:
-    assert set(KINDS) == set(Numbers.__subclasses__())
 
 
 def test_no_two_metrics_share_a_name() -> None:

@@ -1,4 +1,4 @@
-"""OTLP's protobuf, written by hand (`telemetry/otlp.py`), read by a decoder of its own (tests/support/otlp.py)."""
+"""OTLP's protobuf, written by hand (`telemetry/spans.py`), read by a decoder of its own (tests/support/otlp.py)."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from carpool.core.trace import Trace
-from carpool.telemetry.otlp import (
+from carpool.telemetry.spans import (
     ERROR,
     INTERNAL,
     REMOTE,

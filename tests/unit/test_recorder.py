@@ -17,9 +17,15 @@ from carpool.core.outcome import CallFacts, Outcome, Output
 from carpool.testing import Witness, make_request
 from carpool.tracking import sqlite
 from carpool.tracking.recorder import Recorder
-from carpool.tracking.records import BatchRow, RequestRow
+from carpool.tracking.records import (
+    BadRowsError,
+    BatchRow,
+    RequestQuestion,
+    RequestRow,
+    StoreAwayError,
+    StoreUnusableError,
+)
 from carpool.tracking.sqlite import MIGRATIONS, SqliteStore
-from carpool.tracking.stores import BadRowsError, RequestQuestion, StoreAwayError, StoreUnusableError
 from support.processes import PATIENCE_S, until
 
 TIERS = ("gold", "free")

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from collections.abc import Callable
 from random import Random
 from typing import Any
 
@@ -11,7 +10,6 @@ import pytest
 from carpool.testing import FakeClock
 from carpool.upstream.endpoint import AttemptFailedError, UpstreamCall, UpstreamResponse
 from carpool.upstream.simulated import (
-    HANG_S_MAX,
     SimulatedEndpoint,
     SimulatedGpu,
     SimulationSettings,
@@ -19,49 +17,18 @@ from carpool.upstream.simulated import (
 )
 
 
-class FakeTimer:
-    """One timer of FakeTime."""
-
-    def __init__(self, due: float, callback: Callable[[], None]) -> None:
-        self.due = due
-        self.callback = callback
-        self.cancelled = False
-
-    def cancel(self) -> None:
-        self.cancelled = True
-
-
-class FakeTime:
-    """A clock and its timers, moved by hand."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        self.timers: list[FakeTimer] = []
-
-    def call_later(self, seconds: float, callback: Callable[[], None]) -> FakeTimer:
-        self.timers.append(FakeTimer(self.now + seconds, callback))
-        return self.timers[-1]
-
-    def advance(self, seconds: float) -> None:
-        until = self.now + seconds
-        while due := [t for t in self.timers if not t.cancelled and t.due <= until + 1e-9]:
-            first = min(due, key=lambda timer: timer.due)
-            self.timers.remove(first)
-            self.now = max(self.now, first.due)
-            first.callback()
-        self.now = until
-
-
-def gpu_on(time: FakeTime, **settings: Any) -> SimulatedGpu:
-    return SimulatedGpu(SimulationSettings(**settings), Random(1), call_later=time.call_later, clock=lambda: time.now)
+def gpu_on(clock: FakeClock, **settings: Any) -> SimulatedGpu:
+    return SimulatedGpu(SimulationSettings(**settings), Random(1), clock=clock)
 
 
 def answer_to(body: bytes, **settings: Any) -> UpstreamResponse | None:
     """What one call gets in the end."""
-    time, answers = FakeTime(), list[UpstreamResponse | None]()
-    gpu_on(time, **settings).submit(body, answers.append)
-    time.advance(HANG_S_MAX)
-    assert len(answers) == 1
+    clock, answers = FakeClock(), list[UpstreamResponse | None]()
+
+    async def main() -> None:
+        answers.append(await gpu_on(clock, **settings).infer(body))
+
+    clock.run(main())
     return answers[0]
 
 
@@ -95,24 +62,7 @@ def test_a_bad_address_is_refused_by_one_line_that_names_the_key(url: str, named
         parse_sim_url(url)
 
 
-# Mapping
-
-
-@pytest.mark.parametrize(
-    ("body", "answer"),
-    [
-        (b'{"inputs":["abc"]}', b'{"outputs":["cba"]}'),
-        (b'{"inputs":["ab",""]}', b'{"outputs":["ba",""]}'),
-        (b'{"instances":["ab"]}', b'{"predictions":["ba"]}'),
-        (b'{ "parameters" : {"k":"\\n"}, "inputs" : [ "ab" , 12 ] }', b'{"outputs":["ba",{"echo":12}]}'),
-        (b'{"inputs":[{"a" : [1, 2.50]}]}', b'{"outputs":[{"echo":{"a" : [1, 2.50]}}]}'),
-        ('{"inputs":["añb","c"]}'.encode(), '{"outputs":["bña","c"]}'.encode()),
-        (b'{"inputs":["a\\u00f1\\"\\\\b"]}', '{"outputs":["b\\\\\\"ña"]}'.encode()),
-        (b'{"inputs":["x\\ud83d\\ude00"]}', '{"outputs":["😀x"]}'.encode()),
-    ],
-)
-def test_a_string_comes_back_reversed_and_anything_else_as_an_echo(body: bytes, answer: bytes) -> None:
-    assert answer_to(body) == UpstreamResponse(200, answer)
+# Calls
 
 
 @pytest.mark.parametrize(
@@ -132,13 +82,13 @@ def test_a_string_comes_back_reversed_and_anything_else_as_an_echo(body: bytes, 
         b'{"inputs":[' + b"[" * 100_000 + b"]" * 100_000 + b"]}",
     ],
 )
-def test_a_malformed_call_gets_400_at_once(body: bytes) -> None:
-    time, answers = FakeTime(), list[UpstreamResponse | None]()
-    gpu_on(time).submit(body, answers.append)
-    assert answers[0] is not None
-    assert answers[0].status == 400
-    assert json.loads(answers[0].body)["error"]
-    assert time.timers == []
+async def test_a_malformed_call_gets_400_without_a_slot(body: bytes) -> None:
+    gpu = SimulatedGpu(SimulationSettings())
+    answer = await gpu.infer(body)
+    assert answer is not None
+    assert answer.status == 400
+    assert json.loads(answer.body)["error"]
+    assert gpu.stats().most_in_flight == 0
 
 
 def test_a_batch_over_the_maximum_gets_400_and_one_at_the_maximum_does_not() -> None:
@@ -151,39 +101,26 @@ def test_a_batch_over_the_maximum_gets_400_and_one_at_the_maximum_does_not() -> 
 # Slots
 
 
-def test_calls_beyond_the_slots_wait_in_order() -> None:
-    time, ended = FakeTime(), list[tuple[str, float]]()
-    gpu = gpu_on(time, latency_ms=100, slots=2)
+def test_calls_beyond_the_slots_wait_in_order_and_who_leaves_frees_its_place() -> None:
+    clock, ended = FakeClock(), list[tuple[str, float]]()
+    gpu = gpu_on(clock, latency_ms=100, slots=2)
+    began = clock()
 
-    def submit(name: str) -> None:
-        gpu.submit(batch(name), lambda _: ended.append((name, round(time.now, 3))))
+    async def call(name: str) -> None:
+        await gpu.infer(batch(name))
+        ended.append((name, round(clock() - began, 3)))
 
-    for name in "abcde":
-        submit(name)
-    time.advance(1.0)
-    assert ended == [("a", 0.1), ("b", 0.1), ("c", 0.2), ("d", 0.2), ("e", 0.3)]
-    assert gpu.stats().most_in_flight == 5
-    assert gpu.stats().in_flight == 0
-    assert gpu.stats().busy_seconds == 0.5
+    async def main() -> None:
+        calls = {name: asyncio.create_task(call(name)) for name in "abcdefg"}
+        await asyncio.sleep(0.05)
+        assert gpu.stats().in_flight == 7
+        calls["d"].cancel()  # it waits
+        calls["b"].cancel()  # it runs: the next begins at once
+        await asyncio.wait(calls.values())
 
-
-def test_who_leaves_frees_its_slot_or_its_place_in_the_queue() -> None:
-    time, ended = FakeTime(), list[str]()
-    gpu = gpu_on(time, latency_ms=100)
-    running, waiting, last = (
-        gpu.submit(batch(name), lambda answer: ended.append(answer.body.decode() if answer else ""))
-        for name in ("run", "wait", "last")
-    )
-    time.advance(0.05)
-    gpu.leave(waiting)
-    gpu.leave(running)
-    assert gpu.stats().in_flight == 1
-    time.advance(0.1)
-    assert ended == ['{"outputs":["tsal"]}']
-    for call in (running, waiting, last):
-        gpu.leave(call)  # again, and after the end: nothing happens
-    assert gpu.stats().in_flight == 0
-    assert gpu.stats().busy_seconds == 0.15
+    clock.run(main())
+    assert ended == [("a", 0.1), ("c", 0.15), ("e", 0.2), ("f", 0.25), ("g", 0.3)]
+    assert (gpu.stats().most_in_flight, gpu.stats().in_flight, gpu.stats().busy_seconds) == (7, 0, 0.55)
 
 
 # Faults
@@ -207,24 +144,16 @@ def test_bad_text_outside_of_the_inputs_does_no_harm(option: str) -> None:
     assert answer == UpstreamResponse(200, b'{"outputs":["a"]}')
 
 
-def test_a_hang_holds_its_slot_until_the_client_leaves() -> None:
-    time, answers = FakeTime(), list[UpstreamResponse | None]()
-    gpu = gpu_on(time, hang_rate=1)
-    hanging = gpu.submit(batch("a"), answers.append)
-    time.advance(HANG_S_MAX - 1)
-    assert (answers, gpu.stats().in_flight) == ([], 1)
-    gpu.leave(hanging)
-    time.advance(2)
-    assert (answers, gpu.stats().in_flight) == ([], 0)
-
-
 def test_the_same_seed_gives_the_same_faults_at_about_the_rate() -> None:
     def statuses() -> list[int]:
-        time, answers = FakeTime(), list[UpstreamResponse | None]()
-        gpu = gpu_on(time, error_rate=0.2, reset_rate=0.1, latency_ms=0)
-        for _ in range(2000):
-            gpu.submit(b'{"inputs":["a"]}', answers.append)
-            time.advance(0.001)
+        clock, answers = FakeClock(), list[UpstreamResponse | None]()
+        gpu = gpu_on(clock, error_rate=0.2, reset_rate=0.1, latency_ms=0)
+
+        async def main() -> None:
+            for _ in range(2000):
+                answers.append(await gpu.infer(b'{"inputs":["a"]}'))
+
+        clock.run(main())
         return [answer.status if answer else 0 for answer in answers]
 
     first = statuses()
@@ -236,10 +165,10 @@ def test_the_same_seed_gives_the_same_faults_at_about_the_rate() -> None:
 # Counting
 
 
-def test_stats_count_calls_and_inputs() -> None:
-    gpu = gpu_on(FakeTime())
+async def test_stats_count_calls_and_inputs() -> None:
+    gpu = SimulatedGpu(SimulationSettings(latency_ms=0))
     for body in (batch("a", "b"), batch("b", "c", "c"), b"nonsense", batch(*"x" * 65)):
-        gpu.submit(body, lambda _: None)
+        await gpu.infer(body)
     stats = gpu.stats()
     assert (stats.calls, stats.inputs, stats.largest_batch) == (4, 5, 65)
 
@@ -256,17 +185,6 @@ def test_no_answer_is_a_failed_attempt_and_frees_the_slot(fault: str, text: str)
         assert endpoint.gpu.stats().in_flight == 0
 
     FakeClock().run(main())
-
-
-async def test_a_cancelled_post_frees_its_slot_for_the_next() -> None:
-    endpoint = SimulatedEndpoint("sim:", SimulationSettings(latency_ms=5_000))
-    first = asyncio.create_task(endpoint.post(UpstreamCall(batch("a")), 10.0))
-    await asyncio.sleep(0.01)
-    assert endpoint.gpu.stats().in_flight == 1
-    first.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await first
-    assert endpoint.gpu.stats().in_flight == 0
 
 
 def test_a_post_that_times_out_in_the_queue_leaves_it() -> None:

@@ -8,8 +8,7 @@ from carpool.core.errors import InputRefused, UpstreamFailed
 from carpool.core.request import QUEUED, RUNNING, Request, facts_of_failure
 from carpool.core.timeline import BatchShown, RequestState, Wait, state_of
 from carpool.testing import Witness, make_request
-from carpool.tracking.record_view import state_of_record
-from carpool.tracking.records import RequestRecord
+from carpool.tracking.records import RequestRecord, state_of_record
 
 
 def request_at(phase: int, taken: float = 0.0, batch: Batch | None = None) -> Request:

@@ -5,18 +5,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from carpool.core.histograms import (
-    BATCH_SIZE_BOUNDS,
     SECONDS_BOUNDS,
-    SHARE_BOUNDS,
     Histogram,
     RequestSeconds,
 )
 from carpool.core.outcome import CallFacts
-
-
-@pytest.mark.parametrize("bounds", [SECONDS_BOUNDS, BATCH_SIZE_BOUNDS, SHARE_BOUNDS])
-def test_bounds_ascend(bounds: tuple[float, ...]) -> None:
-    assert list(bounds) == sorted(set(bounds))
 
 
 @given(st.lists(st.floats(0.0, 60.0), min_size=1, max_size=64))

@@ -14,10 +14,8 @@ from carpool.core.histograms import RequestSeconds
 from carpool.core.outcome import CallFacts, Output
 from carpool.core.request import Request
 from carpool.core.trace import Trace, traceparent_of
-from carpool.telemetry.otlp import Envelope
-from carpool.telemetry.sampling import Ratio
-from carpool.telemetry.spans import LINKS_MAX
-from carpool.telemetry.tracer import REFUSALS_MAX, Tracer
+from carpool.telemetry.spans import LINKS_MAX, Envelope
+from carpool.telemetry.tracer import REFUSALS_MAX, Ratio, Tracer
 from carpool.testing import FakeClock, Witness, make_output, make_request
 from support.otlp import SeenSpan, spans_in
 
@@ -137,17 +135,6 @@ def test_metrics_name_a_trace_that_is_kept(how: str) -> None:
     [example] = stand.seconds.by_tier[0].examples.values()
     assert example.value == pytest.approx(0.3)
     assert example.trace_id in {span.trace_id for span in spans}
-
-
-def test_a_batch_that_nobody_wants_is_not_kept() -> None:
-    def work(stand: Stand) -> None:
-        request = stand.request("fine")
-        request.batch = Batch("0011223344556677", "m", 1, "full", stand.clock())
-        assert stand.tracer.call_begins([request], "http://gpu/", 1, stand.clock(), is_search=False) is not None
-        request.batch.result = "ok"
-        stand.events.ended(request.batch, [request])
-
-    assert Stand().run(work) == []
 
 
 def test_rule_2_a_flood_of_refusals_is_kept_by_ratio_and_some_a_second_where_callers_ask() -> None:

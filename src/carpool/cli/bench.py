@@ -2,15 +2,32 @@
 
 import os
 from pathlib import Path
-from typing import Annotated, Literal, NoReturn
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 import typer
 
-from carpool.tools.bench.schedule import SCHEDULE_HELP
-from carpool.tools.bench.tiers import TIERS_HELP
+from carpool.cli.dlq import leave
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from carpool.tools.bench.tally import Report, TierReport
+
 
 EXIT_NOT_CLEAN, EXIT_BAD_OPTION, EXIT_INTERRUPTED = 1, 2, 130
+# Above this share of a core the generator's own delay shows in the latencies.
+BUSY_SHARE_MAX = 0.9
+SCHEDULE_HELP = (
+    "Rates over time, RATE:TIME each, one after the other; TIME is 500ms, 10s, 2m or 1h. "
+    "Example: 1000:10s,5000:2s,1000:10s"
+)
+TIERS_HELP = (
+    "Requests of several tiers, NAME=KEYFILE:SHARE each: NAME for the report, a file with the API key to send "
+    "(env:VARIABLE: from the environment; nothing: no key), the share of the requests. "
+    "Example: enterprise=ent.key:5,paid=paid.key:25,free=env:FREE_KEY:70"
+)
 
 
 def bench(
@@ -81,32 +98,18 @@ def bench(
     import uvloop
     from rich.console import Console
 
-    from carpool.tools.bench.report import print_report
-    from carpool.tools.bench.run import (
-        Answered,
-        BenchOptions,
-        NotVerifiable,
-        default_connections,
-        drive,
-        key_from,
-        option,
-        raise_file_limit,
-        resolve,
-        segments_from,
-    )
-    from carpool.tools.bench.schedule import BadOption, parse_duration
-    from carpool.tools.bench.tiers import parse_tiers
+    from carpool.tools.bench import run
 
     try:
-        segments = segments_from(rate, duration, schedule)
-        with option("--timeout"):
-            timeout_s = parse_duration(timeout)
-        with option("--tiers"):
-            loads = parse_tiers(tiers) if tiers is not None else []
-        options = BenchOptions(
+        segments = run.segments_from(rate, duration, schedule)
+        with run.option("--timeout"):
+            timeout_s = run.parse_duration(timeout)
+        with run.option("--tiers"):
+            loads = run.parse_tiers(tiers) if tiers is not None else []
+        options = run.BenchOptions(
             url=url,
             segments=segments,
-            connections=default_connections(segments) if connections is None else connections,
+            connections=run.default_connections(segments) if connections is None else connections,
             payload_bytes=payload_bytes,
             poison=poison,
             poison_every=poison_every,
@@ -117,30 +120,30 @@ def bench(
             model=model,
             timeout_s=timeout_s,
             tiers=loads,
-            key="" if loads else key_from(api_key_file, os.environ),
+            key="" if loads else run.key_from(api_key_file, os.environ),
             retries=retry,
         )
-        target = resolve(url)
-        raise_file_limit(options.connections)
-    except BadOption as fault:
-        _leave(str(fault), EXIT_BAD_OPTION)
+        target = run.resolve(url)
+        run.raise_file_limit(options.connections)
+    except run.BadOption as fault:
+        leave(str(fault), EXIT_BAD_OPTION, "bench")
     # Before the run: minutes of load for a report that cannot be written would be a pity.
     for name, file in (("--json", json), ("--answers", answers)):
         if file is not None and (file.is_dir() or not os.access(file.parent, os.W_OK)):
-            _leave(f"{name} {file} cannot be written", EXIT_BAD_OPTION)
-    recorded: list[Answered] = []
+            leave(f"{name} {file} cannot be written", EXIT_BAD_OPTION, "bench")
+    recorded: list[run.Answered] = []
 
     def say(line: str) -> None:
         typer.echo(line, err=True)
 
     try:
         report, interrupted = uvloop.run(
-            drive(options, target, say=None if quiet else say, answers=None if answers is None else recorded)
+            run.drive(options, target, say=None if quiet else say, answers=None if answers is None else recorded)
         )
-    except NotVerifiable as fault:
-        _leave(f"--face {face}: {fault}", EXIT_NOT_CLEAN)
+    except run.NotVerifiable as fault:
+        leave(f"--face {face}: {fault}", EXIT_NOT_CLEAN, "bench")
     except ConnectionError as fault:
-        _leave(f"cannot connect to {url}: {fault}", EXIT_NOT_CLEAN)
+        leave(f"cannot connect to {url}: {fault}", EXIT_NOT_CLEAN, "bench")
     if json is not None:
         json.write_bytes(msgspec.json.format(msgspec.json.encode(report)) + b"\n")
     if answers is not None:
@@ -153,6 +156,68 @@ def bench(
         raise typer.Exit(EXIT_INTERRUPTED)
 
 
-def _leave(complaint: str, status: int) -> NoReturn:
-    typer.echo(f"carpool bench: {complaint}", err=True)
-    raise typer.Exit(status)
+def print_report(report: "Report", console: "Console") -> None:
+    """Print the final table."""
+    from rich.table import Table
+
+    table = Table(show_header=False, title="carpool bench", title_justify="left")
+    table.add_column(style="bold")
+    table.add_column(justify="right")
+    latency, queue = report.latency_ms, report.queue_ms
+    table.add_row("rate", f"{report.rate:,.1f}/s answered of {report.intended_rate:,.1f}/s intended")
+    table.add_row("sent", f"{report.sent:,}")
+    table.add_row("ok", f"[green]{report.ok:,}[/green]")
+    table.add_row("errors", _alarming(report.errors))
+    table.add_row("wrong", _alarming(report.wrong))
+    if report.unanswered:
+        table.add_row("unanswered", f"[yellow]{report.unanswered:,}[/yellow]")
+    table.add_row("status", "  ".join(f"{kind}: {count:,}" for kind, count in report.status.items()) or "-")
+    table.add_section()
+    for name, value in (
+        ("latency p50", latency.p50),
+        ("latency p90", latency.p90),
+        ("latency p99", latency.p99),
+        ("latency p99.9", latency.p999),
+        ("latency max", latency.max),
+        ("queue p50", queue.p50),
+        ("queue p99", queue.p99),
+    ):
+        table.add_row(name, _ms(value))
+    table.add_row("mean batch", "-" if report.batch_mean is None else f"{report.batch_mean:.1f}")
+    table.add_row("generator", f"{report.generator_busy:.0%} of a core, late by {_ms(report.behind_ms.p99)} (p99)")
+    if report.retries:
+        table.add_row("sent again", f"{report.retries:,}")
+    if report.refusal_ms.p99 is not None:
+        table.add_row("refusals p99", _ms(report.refusal_ms.p99))
+    console.print(table)
+    if report.tiers:
+        console.print(_tiers_table(report.tiers))
+    if report.generator_busy > BUSY_SHARE_MAX:
+        console.print("The generator used its whole core: part of the latency is its own.", style="yellow")
+
+
+def _tiers_table(tiers: "dict[str, TierReport]") -> "Table":
+    from rich.table import Table
+
+    columns = ("tier", "offered", "ok", "goodput", "shed", "limited", "timed out", "failed", "wrong")
+    table = Table(*columns, "p50", "p95", "p99", "refusals p99")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for name, tier in tiers.items():
+        counts = (tier.shed, tier.limited, tier.timed_out, tier.failed, tier.wrong)
+        latency = tier.latency_ms
+        times = (latency.p50, latency.p95, latency.p99, tier.refusal_ms.p99)
+        table.add_row(
+            *(name, f"{tier.offered:,}", f"{tier.ok:,}", f"{tier.goodput:,.1f}/s"),
+            *(f"{count:,}" for count in counts),
+            *map(_ms, times),
+        )
+    return table
+
+
+def _ms(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.2f} ms"
+
+
+def _alarming(count: int) -> str:
+    return f"[red]{count:,}[/red]" if count else "0"

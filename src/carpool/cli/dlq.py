@@ -1,12 +1,13 @@
-"""`carpool dlq`: look at dead letters, replay or drop them.
+"""`carpool dlq` (look at dead letters, replay or drop them) and `carpool webhooks` (look at what waits, send it).
 
 The journal belongs to the running gateway, so this asks its admin port. A dead letter holds what clients sent:
 nothing of it reaches the terminal but characters that can be printed.
 """
 
 import json as json_module
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 from urllib.parse import quote, urlsplit
 
@@ -24,19 +25,21 @@ LIST_PAGE = 1000
 # Longer texts in an input are cut; `--json` shows all of it.
 SHOWN_CHARS_MAX = 400
 
+
+def examples(*commands: str, then: str = "") -> str:
+    """The end of a command's help."""
+    return "\n\n".join(["[bold]Examples[/bold]", *(f"  {command}" for command in commands), then])
+
+
 dlq = typer.Typer(
     name="dlq",
     no_args_is_help=True,
     help="Dead letters: requests given up on. List, show, replay or drop them.",
-    epilog="""\
-[bold]Examples[/bold]
-
-  carpool dlq list
-
-  carpool dlq show 17
-
-  carpool dlq replay --all --cause upstream-failed
-""",
+    epilog=examples(
+        "carpool dlq list",
+        "carpool dlq show 17",
+        "carpool dlq replay --all --cause upstream-failed",
+    ),
 )
 
 Admin = Annotated[str, typer.Option(metavar="URL", help="The gateway's admin port.")]
@@ -44,10 +47,16 @@ Token = Annotated[
     str,
     typer.Option(metavar="TOKEN", envvar="CARPOOL_SERVICE_TOKEN", help="A service token, if it asks for one."),
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print the gateway's answer as JSON.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Config = Annotated[
+    Path | None,
+    typer.Option("--config", metavar="FILE", help="The gateways' configuration file; also CARPOOL_CONFIG."),
+]
 LetterId = Annotated[int, typer.Argument(metavar="ID", min=1, help="The number that `list` shows.")]
 SomeLetterId = Annotated[int | None, typer.Argument(metavar="ID", min=1, help="The number that `list` shows.")]
+Everything = Annotated[bool, typer.Option("--all", help="All there are now.")]
 
+ONE_OR_ALL = "name one dead letter by its id, or --all; see"
 DEFAULT_ADMIN = "http://127.0.0.1:8001"
 
 
@@ -74,19 +83,9 @@ def list_letters(
     if json:
         print_json({"dead_letters": letters, "total": total})
         return
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    if not letters:
-        typer.echo("no dead letters")
-        return
-    table = Table("id", "buried at", "model", "cause", "sends", "bytes", "detail", box=None, header_style="bold")
-    for letter in letters:
-        cells = [letter[name] for name in ("id", "buried_at", "model", "cause", "sends", "size", "detail")]
-        table.add_row(*(Text(printable(str(cell))) for cell in cells))
-    console = Console()
-    console.print(table)
+    names = ("id", "buried_at", "model", "cause", "sends", "size", "detail")
+    columns = ("id", "buried at", "model", "cause", "sends", "bytes", "detail")
+    print_table(columns, [[letter[name] for name in names] for letter in letters], "no dead letters")
     if total > len(letters):
         typer.echo(f"{len(letters)} of {total}; see --limit and --after {letters[-1]['id']}")
 
@@ -98,29 +97,26 @@ def show(letter_id: LetterId, admin: Admin = DEFAULT_ADMIN, token: Token = "", j
     if json:
         print_json(letter)
         return
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(show_header=False, box=None)
+    rows = []
     for name, value in letter.items():
         is_text = isinstance(value, str) and name not in ("input", "parameters")
         shown = value if is_text else json_module.dumps(shortened(value), ensure_ascii=False, indent=2)
-        table.add_row(name.replace("_", " "), Text(printable(shown)))
-    Console().print(table)
+        rows.append((name.replace("_", " "), shown))
+    print_table((), rows)
 
 
 @dlq.command()
 def replay(
     letter_id: SomeLetterId = None,
-    everything: Annotated[bool, typer.Option("--all", help="All there are now.")] = False,
+    everything: Everything = False,
     cause: Annotated[str, typer.Option(metavar="CODE", help="With --all: only those of this cause.")] = "",
     admin: Admin = DEFAULT_ADMIN,
     token: Token = "",
     json: Json = False,
 ) -> None:
     """Make dead letters tasks again. Each becomes a new task with an id of its own, and leaves the list."""
-    one_or_all("replay", letter_id, everything)
+    if (letter_id is None) != everything:
+        leave(f"{ONE_OR_ALL} `carpool dlq replay --help`", EXIT_BAD_OPTION)
     if cause and not everything:
         leave("--cause goes with --all", EXIT_BAD_OPTION)
     gateway = Gateway(admin, token)
@@ -144,13 +140,14 @@ def replay(
 @dlq.command()
 def drop(
     letter_id: SomeLetterId = None,
-    everything: Annotated[bool, typer.Option("--all", help="All there are now.")] = False,
+    everything: Everything = False,
     admin: Admin = DEFAULT_ADMIN,
     token: Token = "",
     json: Json = False,
 ) -> None:
     """Remove dead letters for good."""
-    one_or_all("drop", letter_id, everything)
+    if (letter_id is None) != everything:
+        leave(f"{ONE_OR_ALL} `carpool dlq drop --help`", EXIT_BAD_OPTION)
     gateway = Gateway(admin, token)
     if letter_id is not None:
         gateway.ask("DELETE", f"/internal/dead-letters/{letter_id}")
@@ -163,6 +160,59 @@ def drop(
         typer.echo(f"{dropped} dropped")
 
 
+webhooks = typer.Typer(
+    name="webhooks",
+    no_args_is_help=True,
+    help="Webhooks: outcomes of tasks that wait to be sent. List them, or send them now.",
+    epilog=examples(
+        "carpool webhooks list",
+        "carpool webhooks retry 5f2b8c0d9e7a41b6a3c4d5e6f7081920",
+        "carpool webhooks retry --all",
+    ),
+)
+
+
+@webhooks.command("list")
+def list_webhooks(
+    limit: Annotated[int, typer.Option(min=1, max=1000, help="How many at most.")] = 100,
+    admin: Admin = DEFAULT_ADMIN,
+    token: Token = "",
+    json: Json = False,
+) -> None:
+    """List webhooks that wait, the next first, without what they carry."""
+    answer: dict[str, Any] = Gateway(admin, token, "webhooks").ask("GET", f"/internal/webhooks?limit={limit}")
+    if json:
+        print_json(answer)
+        return
+    found = answer["webhooks"]
+    names = ("task_id", "due_in_s", "age_s", "attempts", "size", "failure", "url")
+    columns = ("task", "due in s", "age s", "attempts", "bytes", "last failure", "url")
+    print_table(columns, [[webhook[name] for name in names] for webhook in found], "no webhooks wait")
+    if answer["total"] > len(found):
+        typer.echo(f"{len(found)} of {answer['total']}; see --limit")
+
+
+@webhooks.command()
+def retry(
+    task_id: Annotated[str | None, typer.Argument(metavar="TASK", help="The id that `list` shows.")] = None,
+    everything: Everything = False,
+    admin: Admin = DEFAULT_ADMIN,
+    token: Token = "",
+    json: Json = False,
+) -> None:
+    """Send webhooks now that wait to be sent again. What was delivered or given up is gone."""
+    if (task_id is None) != everything:
+        leave("name one by its task, or --all; see `carpool webhooks retry --help`", EXIT_BAD_OPTION, "webhooks")
+    if task_id is not None and not task_id.isalnum():
+        leave("this is not the id of a task", EXIT_BAD_OPTION, "webhooks")
+    target = "/internal/webhooks/retry" if task_id is None else f"/internal/webhooks/{task_id}/retry"
+    answer = Gateway(admin, token, "webhooks").ask("POST", target)
+    if json:
+        print_json(answer)
+    else:
+        typer.echo(f"{answer['retried']} to be sent now")
+
+
 class Gateway:
     """The admin port of a running gateway. No proxy and no redirect is followed: the token goes nowhere else."""
 
@@ -171,9 +221,9 @@ class Gateway:
         self._command = command
         try:
             parts = urlsplit(url)
-            port = parts.port
+            self._port = parts.port
         except ValueError:
-            parts, port = urlsplit(""), None
+            parts = urlsplit("")
         token = next((each.strip() for each in token.split(",") if each.strip()), "")  # of several, the newest is first
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.path.strip("/") or parts.query:
             leave(f"--admin {printable(url)} is not a URL such as {DEFAULT_ADMIN}", EXIT_BAD_OPTION, self._command)
@@ -182,12 +232,15 @@ class Gateway:
         self._url = url
         self._is_tls = parts.scheme == "https"
         self._host = parts.hostname
-        self._port = port
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
 
     def ask(self, method: str, target: str, *, may_miss: bool = False) -> Any:
         """The gateway's JSON answer; any other answer ends the command with one line. None: there is nothing."""
-        status, body = self._exchange(method, target)
+        with self._connected() as connection:
+            connection.sock.settimeout(ANSWER_S_MAX)
+            connection.request(method, target, headers=self._headers)
+            response = connection.getresponse()
+            status, body = response.status, response.read()
         if status == 204 or (status == 404 and may_miss):
             return None
         if status >= 300:
@@ -221,14 +274,6 @@ class Gateway:
             except (HTTPException, ConnectionError):
                 return
 
-    def _exchange(self, method: str, target: str) -> tuple[int, bytes]:
-        """Status and body of the answer."""
-        with self._connected() as connection:
-            connection.sock.settimeout(ANSWER_S_MAX)
-            connection.request(method, target, headers=self._headers)
-            response = connection.getresponse()
-            return response.status, response.read()
-
     @contextmanager
     def _connected(self) -> Iterator["HTTPConnection"]:
         """A connection; what goes wrong with it ends the command."""
@@ -251,15 +296,8 @@ class Gateway:
             connection.close()
 
     def _stranger(self) -> NoReturn:
-        leave(
-            f"what answers at {self._url} is not the admin port of a gateway; see --admin", EXIT_FAILED, self._command
-        )
-
-
-def one_or_all(command: str, letter_id: int | None, everything: bool) -> None:
-    """End the command unless exactly one of an id and --all was given."""
-    if (letter_id is None) != everything:
-        leave(f"name one dead letter by its id, or --all; see `carpool dlq {command} --help`", EXIT_BAD_OPTION)
+        says = f"what answers at {self._url} is not the admin port of a gateway; see --admin"
+        leave(says, EXIT_FAILED, self._command)
 
 
 def shortened(value: Any) -> Any:
@@ -276,6 +314,24 @@ def shortened(value: Any) -> Any:
 def printable(text: str) -> str:
     """The text without what could drive a terminal."""
     return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
+def print_table(columns: Sequence[str], rows: Iterable[Iterable[object]], if_empty: str = "") -> None:
+    """A table for people, with a heading where there are `columns`; to a file or a pipe in whole lines."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(*columns, show_header=bool(columns), box=None, header_style="bold")
+    for row in rows:
+        table.add_row(*(Text(printable(str(cell))) for cell in row))
+    if not table.row_count and if_empty:
+        typer.echo(if_empty)
+        return
+    console = Console()
+    if not console.is_terminal:
+        console.width = 1000
+    console.print(table)
 
 
 def print_json(value: Any) -> None:

@@ -3,34 +3,28 @@
 import asyncio
 import json as json_module
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from carpool.cli.dlq import examples
 from carpool.settings import ConfigError, Settings, broker_address, load_settings, models_of
 
 if TYPE_CHECKING:
     from carpool.core.finding import Finding
 
 EXIT_PROBLEMS = 1
-EPILOG = """\
-[bold]Examples[/bold]
-
-  carpool doctor --upstream http://127.0.0.1:9000/predict
-
-  carpool doctor --config /etc/carpool.toml --json
-
-  carpool doctor --upstream http://127.0.0.1:9000/predict --input '[5.1, 3.5, 1.4, 0.2]'
-
-  CARPOOL_BROKER_PASSWORD_FILE=/run/secrets/redis carpool doctor --broker redis+cluster://redis-1:6379,redis-2:6379
-
-Give it the configuration of your gateways: it compares what it finds with it.
-
-Exit status: 0 all is well (there may be warnings), 1 something is wrong, 2 the command line or the configuration is.
-"""
+EPILOG = examples(
+    "carpool doctor --upstream http://127.0.0.1:9000/predict",
+    "carpool doctor --config /etc/carpool.toml --json",
+    "carpool doctor --upstream http://127.0.0.1:9000/predict --input '[5.1, 3.5, 1.4, 0.2]'",
+    "CARPOOL_BROKER_PASSWORD_FILE=/run/secrets/redis carpool doctor --broker redis+cluster://redis-1:6379,redis-2:6379",
+    then="Give it the configuration of your gateways: it compares what it finds with it.\n\nExit status: 0 all is well "
+    "(there may be warnings), 1 something is wrong, 2 the command line or the configuration is.",
+)
 # Of the endpoints or servers that a line is about.
 NAMED_MAX = 4
 _COLOURS = {"ok": "green", "warning": "yellow", "problem": "red"}
@@ -77,8 +71,7 @@ def doctor(
             "nothing to look at: give --upstream URL (or upstream.endpoints), or --broker redis://HOST:6379 "
             "(or broker.url)"
         )
-    with _progress() as say:
-        findings = asyncio.run(_examine(settings, given.encode(), say))
+    findings = asyncio.run(_examine(settings, given.encode()))
     changes = _changes(findings, flags)
     if json:
         _print_json(findings, changes)
@@ -98,43 +91,27 @@ def _check_input(text: str) -> None:
         raise typer.BadParameter(f"--input is not JSON: {fault}") from None
 
 
-async def _examine(settings: Settings, given: bytes, say: Callable[[str], None]) -> "list[Finding]":
+async def _examine(settings: Settings, given: bytes) -> "list[Finding]":
     # Here, so that the other commands do not pay for it.
     from carpool.tools.api_doctor import ApiDoctor
 
     findings = []
     for each in models_of(settings).values():
         if each.upstream.endpoints:
-            findings += await ApiDoctor(settings, each, given, say).examine()
+            findings += await ApiDoctor(settings, each, given, _say).examine()
     if settings.broker.url:
-        say("looking at Redis")
-        findings += await _examine_redis(settings)
+        from carpool.broker.redis.keys import Keys
+        from carpool.tools.doctor import Doctor
+
+        broker = settings.broker
+        findings += await Doctor(broker_address(broker), Keys(broker.namespace), broker).examine()
     return findings
 
 
-async def _examine_redis(settings: Settings) -> "list[Finding]":
-    from carpool.broker.redis.keys import Keys
-    from carpool.tools.doctor import Doctor
-    from carpool.tools.doctor_checks import Wants
-
-    broker = settings.broker
-    wants = Wants(replicas=broker.replicas, persistence=broker.persistence)
-    keys = Keys(broker.namespace)
-    return await Doctor(broker_address(broker), keys, wants).examine()
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[str], None]]:
-    """A function that shows the current step on a passing line of the terminal; without one it does nothing."""
-    from rich.console import Console
-    from rich.markup import escape
-
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield lambda text: None
-        return
-    with console.status("looking") as status:
-        yield lambda text: status.update(escape(text))
+def _say(text: str) -> None:
+    """At a terminal: it may take a minute."""
+    if sys.stderr.isatty():
+        typer.echo(text, err=True)
 
 
 def _changes(findings: "Sequence[Finding]", flags: Mapping[str, Any]) -> dict[str, Any]:
@@ -152,7 +129,7 @@ def _print_json(findings: "Sequence[Finding]", changes: Mapping[str, Any]) -> No
     """Without what the API said: this is for programs, which keep it."""
     import msgspec
 
-    from carpool.tools.doctor_checks import worst
+    from carpool.core.finding import worst
 
     listed = [{**msgspec.structs.asdict(finding), "changes": dict(finding.changes)} for finding in findings]
     for each in listed:

@@ -11,10 +11,11 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
+from carpool.cli.dlq import EXIT_FAILED, Config, examples, leave, print_json, print_table
 from carpool.core.api_key import KEY_PREFIX, LIMIT_MAX, ApiKey, KeyStoreError, key_fault, owner_fault
 from carpool.core.clock import rfc3339
 from carpool.core.names import ModeName
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 
 Done = TypeVar("Done")
 
-EXIT_FAILED = 1
 KEY_RANDOM_BYTES = 32
 DIGEST_CHARS_SHOWN = 8
 DAY_S = 86400
@@ -37,25 +37,15 @@ keys = typer.Typer(
     name="keys",
     no_args_is_help=True,
     help="API keys: create, import, list and revoke them. Running gateways see a change within two seconds.",
-    epilog="""\
-[bold]Examples[/bold]
-
-  carpool keys create alice --tier paid --per-minute 600 --burst 50
-
-  carpool keys create ci --models small --expires 30 --broker redis://127.0.0.1:6379
-
-  carpool keys import old-shop --tier paid < their-key.txt
-
-  carpool keys revoke alice
-
-Give it the configuration of your gateways: that says where keys are kept, and which tiers there are.
-""",
+    epilog=examples(
+        "carpool keys create alice --tier paid --per-minute 600 --burst 50",
+        "carpool keys create ci --models small --expires 30 --broker redis://127.0.0.1:6379",
+        "carpool keys import old-shop --tier paid < their-key.txt",
+        "carpool keys revoke alice",
+        then="Give it the configuration of your gateways: that says where keys are kept, and which tiers there are.",
+    ),
 )
 
-Config = Annotated[
-    Path | None,
-    typer.Option("--config", metavar="FILE", help="The gateways' configuration file; also CARPOOL_CONFIG."),
-]
 Broker = Annotated[str | None, typer.Option("--broker", metavar="URL", help="As for the gateways: keep keys in Redis.")]
 DataDir = Annotated[
     str | None, typer.Option("--data-dir", metavar="DIR", help="As for the gateway: keep keys beside its journal.")
@@ -116,7 +106,7 @@ def create(
             raise ConfigError("--expires is for keys that are kept by Carpool, not for those of the configuration")
         typer.echo(_table(key), err=True)
     elif not _do(lambda: _store(settings).create(key)):
-        _leave(f"there is a key called {name}; revoke it first, or choose another name")
+        leave(f"there is a key called {name}; revoke it first, or choose another name", EXIT_FAILED, "keys")
     if not is_taken:
         typer.echo(secret)
 
@@ -133,19 +123,9 @@ def list_keys(
     rows = [_row(key, "kept") for key in _do(_store(settings).all)]
     rows += [_row(key, "configuration") for key in configured_keys(settings)]
     if json:
-        typer.echo(json_module.dumps({"keys": rows}, indent=2))
-        return
-    if not rows:
-        typer.echo("no keys")
-        return
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(*(name.replace("_", " ") for name in rows[0]), box=None, header_style="bold")
-    for row in rows:
-        table.add_row(*(Text(str(cell)) for cell in row.values()))
-    Console().print(table)
+        print_json({"keys": rows})
+    else:
+        print_table(list(rows[0]) if rows else (), [row.values() for row in rows], "no keys")
 
 
 @keys.command()
@@ -153,9 +133,10 @@ def revoke(name: Name, config: Config = None, broker: Broker = None, data_dir: D
     """Revoke a key: gateways refuse it within two seconds."""
     settings = _load(config, broker, data_dir)
     if name in settings.keys:
-        _leave(f"{name} is a key of the configuration file: remove its table there, and send the gateways a SIGHUP")
+        says = f"{name} is a key of the configuration file: remove its table there, and send the gateways a SIGHUP"
+        leave(says, EXIT_FAILED, "keys")
     if not _do(lambda: _store(settings).revoke(name)):
-        _leave(f"there is no key called {name}; see `carpool keys list`")
+        leave(f"there is no key called {name}; see `carpool keys list`", EXIT_FAILED, "keys")
     typer.echo(f"{name} is revoked", err=True)
 
 
@@ -173,7 +154,7 @@ def _check_is_new(key: ApiKey, settings: Settings) -> None:
     """Refuse a key that is known by another name: its tier and limits would be ambiguous."""
     for known in (*configured_keys(settings), *_do(_store(settings).all)):
         if known.sha256 == key.sha256:
-            _leave(f"the key on stdin is there already: it is called {known.name}")
+            leave(f"the key on stdin is there already: it is called {known.name}", EXIT_FAILED, "keys")
 
 
 def _load(config: Path | None, broker: str | None, data_dir: str | None) -> Settings:
@@ -194,7 +175,7 @@ def _check(key: ApiKey, settings: Settings) -> None:
         check_name(model, "--models")
 
 
-def _store(settings: Settings) -> "KeyFile | RedisKeyStore":
+def _store(settings: Settings) -> "RedisKeyStore | KeyFile":
     # Here, so that the other commands do not pay for it.
     if settings.broker.url:
         from carpool.broker.redis.fleet.api_keys import RedisKeyStore
@@ -211,7 +192,7 @@ def _do(work: Callable[[], Done]) -> Done:
     try:
         return work()
     except KeyStoreError as failure:
-        _leave(str(failure))
+        leave(str(failure), EXIT_FAILED, "keys")
 
 
 def _row(key: ApiKey, where: str) -> dict[str, str]:
@@ -233,8 +214,3 @@ def _table(key: ApiKey) -> str:
     said |= {"default_mode": key.default_mode}
     lines = [f"{name} = {json_module.dumps(value)}" for name, value in said.items() if value not in (None, "", [])]
     return "\n".join([f"[keys.{json_module.dumps(key.name)}]", *lines])
-
-
-def _leave(complaint: str) -> NoReturn:
-    typer.echo(f"carpool keys: {' '.join(complaint.split())}", err=True)
-    raise typer.Exit(EXIT_FAILED)

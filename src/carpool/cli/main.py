@@ -12,15 +12,13 @@ from typer.exceptions import TyperException
 
 from carpool.cli import serve
 from carpool.cli.bench import bench
-from carpool.cli.dlq import dlq
+from carpool.cli.dlq import dlq, examples, webhooks
 from carpool.cli.doctor import EPILOG, doctor
 from carpool.cli.keys import keys
 from carpool.cli.sim import demo, sim_gpu
 from carpool.cli.top import EPILOG as TOP_EPILOG
 from carpool.cli.top import top
-from carpool.cli.tracking import REQUESTS_EPILOG, USAGE_EPILOG, requests, tracking, usage
-from carpool.cli.webhooks import webhooks
-from carpool.cli.why import WHY_EPILOG, why
+from carpool.cli.tracking import REQUESTS_EPILOG, USAGE_EPILOG, WHY_EPILOG, requests, tracking, usage, why
 from carpool.settings import ConfigError
 from carpool.version import __version__
 
@@ -33,15 +31,11 @@ app = typer.Typer(
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-    epilog="""\
-[bold]Examples[/bold]
-
-  carpool demo
-
-  carpool serve --upstream http://127.0.0.1:9000-9031/infer
-
-  carpool bench http://127.0.0.1:8000 --rate 1000 --duration 20s
-""",
+    epilog=examples(
+        "carpool demo",
+        "carpool serve --upstream http://127.0.0.1:9000-9031/infer",
+        "carpool bench http://127.0.0.1:8000 --rate 1000 --duration 20s",
+    ),
 )
 
 

@@ -1,13 +1,28 @@
-"""`carpool serve`, `gateway`, `batcher` and `config`: the commands that take every setting as a flag."""
+"""`carpool serve`, `gateway`, `batcher` and `config`: the commands that take every setting that has a flag."""
 
+import inspect
+import os
 import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
 
 import typer
 
-from carpool.cli.flags import Given, LoadSettings, with_role_flags, with_setting_flags
+from carpool.cli.dlq import examples
 from carpool.core.names import Role
-from carpool.settings import ConfigError, Settings, admin_port, dump_toml, require_for, warnings_of
+from carpool.settings import ConfigError, Settings, admin_port, dump_toml, load_settings, require_for, warnings_of
+from carpool.settings.keys import FLAGS, KEYS, Key
 
+_PANELS = {
+    "gateway": "Listening",
+    "upstream": "Upstream",
+    "model": "Upstream",
+    "broker": "Broker",
+    "batching": "Batching",
+    "tasks": "Tasks",
+    "log": "Logs",
+}
 _ABOUT_SETTINGS = """\
 Every setting is also a key of carpool.toml and an environment variable, such as CARPOOL_GATEWAY_PORT=8080: \
 flags win over the environment, the environment over the file. `carpool config` shows the result.
@@ -16,54 +31,129 @@ _ABOUT_PASSWORDS = """\
 Others on this machine can read a command line: a password for Redis is better in CARPOOL_BROKER_URL, or in a file \
 that broker.password_file names.
 """
-_SERVE_EPILOG = f"""\
-[bold]Examples[/bold]
+_SERVE_EPILOG = examples(
+    "carpool serve --upstream http://127.0.0.1:9000/infer",
+    "carpool serve --upstream 'http://gpu-1:9000-9031/infer' --policy fixed --max-wait-ms 20",
+    "carpool serve --config /etc/carpool.toml --no-journal",
+    "carpool serve --broker redis://10.0.0.5:6379 --upstream http://127.0.0.1:9000-9031/infer --processes 4",
+    then=_ABOUT_SETTINGS,
+)
+_GATEWAY_EPILOG = examples(
+    "carpool gateway --broker redis://127.0.0.1:6379",
+    "carpool gateway --broker redis+cluster://10.0.0.5:7000,10.0.0.6:7000 --host 0.0.0.0 --processes 4",
+    "carpool gateway --broker redis://127.0.0.1:6379 --upstream http://gpu-1:9000-9031/infer",
+    then=(_ABOUT_PASSWORDS + "\n\n" + _ABOUT_SETTINGS),
+)
+_BATCHER_EPILOG = examples(
+    "carpool batcher --broker redis://127.0.0.1:6379 --upstream http://127.0.0.1:9000-9031/infer",
+    "carpool batcher --broker redis+sentinel://10.0.0.5:26379,10.0.0.6:26379/carpool --upstream http://gpu-1:9000/infer",
+    "carpool batcher --broker redis://127.0.0.1:6379 --upstream http://gpu-2:9000/infer --admin-port 8003",
+    then=(_ABOUT_PASSWORDS + "\n\n" + _ABOUT_SETTINGS),
+)
+_CONFIG_EPILOG = examples(
+    "carpool config > carpool.toml",
+    "CARPOOL_GATEWAY_PORT=8080 carpool config --policy fixed",
+)
 
-  carpool serve --upstream http://127.0.0.1:9000/infer
 
-  carpool serve --upstream 'http://gpu-1:9000-9031/infer' --policy fixed --max-wait-ms 20
+class Given(NamedTuple):
+    """What the command line says: the flags by the key they set, and the file."""
 
-  carpool serve --config /etc/carpool.toml --no-journal
+    flags: Mapping[str, Any]
+    config_file: Path | None
 
-  carpool serve --broker redis://10.0.0.5:6379 --upstream http://127.0.0.1:9000-9031/infer --processes 4
+    def load(self) -> Settings:
+        """The settings in effect now; raises ConfigError."""
+        return load_settings(self.flags, environ=os.environ, file=self.config_file)
 
-{_ABOUT_SETTINGS}"""
-_GATEWAY_EPILOG = f"""\
-[bold]Examples[/bold]
+    def command_line(self, **replaced: Any) -> list[str]:
+        """These flags again; `replaced` are other values, by path with `__` for the dot."""
+        flags = {**self.flags, **{name.replace("__", "."): value for name, value in replaced.items()}}
+        words: list[str] = [] if self.config_file is None else ["--config", str(self.config_file)]
+        for path, value in flags.items():
+            if isinstance(value, bool):
+                on, _, off = FLAGS[path].partition("/")
+                words.append(on if value else off)
+            elif value is not None:
+                # Each in one word: a value may begin with a dash.
+                words += [f"{FLAGS[path]}={each}" for each in (value if isinstance(value, list) else [value])]
+        return words
 
-  carpool gateway --broker redis://127.0.0.1:6379
 
-  carpool gateway --broker redis+cluster://10.0.0.5:7000,10.0.0.6:7000 --host 0.0.0.0 --processes 4
+def with_setting_flags(command: Callable[[Given, int | None], int]) -> Callable[..., int]:
+    """A command with the flags of `keys.FLAGS`: it gets what the command line says, and its parent's listening socket.
 
-  carpool gateway --broker redis://127.0.0.1:6379 --upstream http://gpu-1:9000-9031/infer
+    The flags take text, and the loader checks it: a bad value reads the same wherever it came from.
+    """
+    paths = {path.replace(".", "__"): path for path in FLAGS}
 
-{_ABOUT_PASSWORDS}
-{_ABOUT_SETTINGS}"""
-_BATCHER_EPILOG = f"""\
-[bold]Examples[/bold]
+    def parsed(config_file: Path | None, listen_fd: int | None, **values: Any) -> int:
+        flags = {paths[name]: value or None if isinstance(value, list) else value for name, value in values.items()}
+        return command(Given(flags, config_file), listen_fd)
 
-  carpool batcher --broker redis://127.0.0.1:6379 --upstream http://127.0.0.1:9000-9031/infer
+    parameters = [_parameter(name, KEYS[path]) for name, path in paths.items()]
+    parameters += [_CONFIG_FILE, _LISTEN_FD]
+    parsed.__signature__ = inspect.Signature(parameters, return_annotation=int)  # type: ignore[attr-defined]
+    parsed.__name__, parsed.__doc__ = command.__name__, command.__doc__
+    return parsed
 
-  carpool batcher --broker redis+sentinel://10.0.0.5:26379,10.0.0.6:26379/carpool --upstream http://gpu-1:9000/infer
 
-  carpool batcher --broker redis://127.0.0.1:6379 --upstream http://gpu-2:9000/infer --admin-port 8003
+_CONFIG_FILE = inspect.Parameter(
+    "config_file",
+    inspect.Parameter.KEYWORD_ONLY,
+    default=None,
+    annotation=Annotated[
+        Path | None,
+        typer.Option(
+            "--config",
+            metavar="FILE",
+            help="the configuration file; also CARPOOL_CONFIG (default carpool.toml, if there is one)",
+            rich_help_panel="Configuration",
+        ),
+    ],
+)
+_LISTEN_FD = inspect.Parameter(
+    "listen_fd",
+    inspect.Parameter.KEYWORD_ONLY,
+    default=None,
+    annotation=Annotated[
+        int | None,
+        typer.Option(
+            "--listen-fd", hidden=True, min=0, help="Serve on this inherited socket, and leave when stdin ends."
+        ),
+    ],
+)
 
-{_ABOUT_PASSWORDS}
-{_ABOUT_SETTINGS}"""
-_CONFIG_EPILOG = """\
-[bold]Examples[/bold]
 
-  carpool config > carpool.toml
+def _parameter(name: str, key: Key) -> inspect.Parameter:
+    """The typer parameter of one setting; its help is the setting's own description."""
+    value_type = get_args(key.hint)[0]
+    is_list, is_flag = get_origin(value_type) is list, value_type is bool
+    choices = "|".join(get_args(value_type)) if get_origin(value_type) is Literal else None
+    option = typer.Option(
+        FLAGS[key.path],
+        metavar=None if is_flag else choices or key.path.rpartition(".")[2].upper(),
+        help=key.description + ("; may be repeated" if is_list else "") + _default_text(key),
+        rich_help_panel=_PANELS[key.path.partition(".")[0]],
+    )
+    python_type: Any = bool if is_flag else list[str] if is_list else str
+    annotation = Annotated[python_type | None, option]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
-  CARPOOL_GATEWAY_PORT=8080 carpool config --policy fixed
-"""
+
+def _default_text(key: Key) -> str:
+    if key.default is None or key.default in ("", []):
+        return ""
+    if isinstance(key.default, bool):
+        return f" (default {'on' if key.default else 'off'})"
+    return f" (default {key.default:g})" if isinstance(key.default, float) else f" (default {key.default})"
 
 
 def register(app: typer.Typer) -> None:
     """Add the commands to the command line."""
-    app.command(epilog=_SERVE_EPILOG, rich_help_panel="Serving")(with_role_flags(serve))
-    app.command(epilog=_GATEWAY_EPILOG, rich_help_panel="Serving")(with_role_flags(gateway))
-    app.command(epilog=_BATCHER_EPILOG, rich_help_panel="Serving")(with_role_flags(batcher))
+    app.command(epilog=_SERVE_EPILOG, rich_help_panel="Serving")(with_setting_flags(serve))
+    app.command(epilog=_GATEWAY_EPILOG, rich_help_panel="Serving")(with_setting_flags(gateway))
+    app.command(epilog=_BATCHER_EPILOG, rich_help_panel="Serving")(with_setting_flags(batcher))
     app.command(epilog=_CONFIG_EPILOG, rich_help_panel="Serving")(with_setting_flags(config))
 
 
@@ -97,12 +187,12 @@ def batcher(given: Given, listen_fd: int | None) -> int:
     return _run("batcher", given, listen_fd)
 
 
-def config(load: LoadSettings) -> int:
+def config(given: Given, _: int | None) -> int:
     """Print the configuration in effect as TOML, with what each key means.
 
     Takes the flags of `carpool serve`, reads the same environment and file, and starts nothing.
     """
-    settings = load()
+    settings = given.load()
     sys.stdout.write(dump_toml(settings))
     for warning in warnings_of(settings):
         print(f"carpool: warning: {warning}", file=sys.stderr)  # noqa: T201 - beside the TOML

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
@@ -58,30 +58,15 @@ def sim_gpu(
 
     A string is answered reversed, anything else as {"echo": input}. GET /stats tells what has come so far.
     """
+    given = dict(locals())
     # Here, so that the other commands do not pay for it.
     import uvloop
 
     from carpool.tools.sim_gpu import CannotListenError
-    from carpool.upstream.simulated import simulation_settings
+    from carpool.upstream.simulated import SimulationSettings, simulation_settings
 
     try:
-        settings = simulation_settings(
-            {
-                "latency_ms": latency_ms,
-                "per_item_ms": per_item_ms,
-                "slots": slots,
-                "max_batch": max_batch,
-                "dimensions": dimensions,
-                "error_rate": error_rate,
-                "hang_rate": hang_rate,
-                "reset_rate": reset_rate,
-                "short_rate": short_rate,
-                "garbage_rate": garbage_rate,
-                "poison": poison,
-                "refuse": refuse,
-                "seed": seed,
-            }
-        )
+        settings = simulation_settings({name: given[name] for name in SimulationSettings.__struct_fields__})
         uvloop.run(_serve_until_told(settings, host, port, workers, leave_with_stdin))
     except (ValueError, CannotListenError) as fault:
         typer.echo(f"carpool sim-gpu: {fault}", err=True)
@@ -147,52 +132,36 @@ def demo(
 
     Settings of the gateway come from the environment and carpool.toml as for `carpool serve`.
     """
+    gpu_flags: dict[str, Any] = {"--port": gpu_port, "--workers": workers, "--slots": slots, "--latency-ms": latency_ms}
+    gpu_flags |= {"--per-item-ms": per_item_ms, "--poison": DEMO_POISON}
+    flags: dict[str, Any] = {"gateway.host": host, "gateway.port": port, "upstream.slots": slots}
     try:
-        return _demo(
-            {"--port": gpu_port, "--workers": workers, "--slots": slots}
-            | {"--latency-ms": latency_ms, "--per-item-ms": per_item_ms, "--poison": DEMO_POISON},
-            {"gateway.host": host, "gateway.port": port, "upstream.slots": slots},
-            data_dir,
-        )
+        with simulated_gpus(gpu_flags) as gpus, TemporaryDirectory(prefix="carpool-demo-") as temporary:
+            if gpus.address is None:
+                return gpus.process.wait()
+            from carpool.app import run
+            from carpool.settings import load_settings
+            from carpool.tools.demo.panel import DemoPanel, Gpus
+
+            flags |= {"upstream.endpoints": [gpus.address], "upstream.protocol": "json"}
+            flags |= {"tasks.data_dir": str(data_dir or temporary)}
+            settings = load_settings(flags, environ=os.environ, file=None)
+            panel = DemoPanel(Gpus(workers, slots, latency_ms, gpus.tell, DEMO_POISON), settings.tiers)
+            about = f"{workers} simulated GPUs of {latency_ms:g} ms a batch"
+
+            def on_ready(gateway_port: int, admin_port: int) -> None:
+                show_banner(settings, gateway_port, admin_port, about, gpus.address or "")
+
+            return run(settings, on_ready=on_ready, panel=panel)
     except KeyboardInterrupt:  # before the gateway took over the signals
         return EXIT_INTERRUPTED
 
 
-def _demo(gpu_flags: dict[str, Any], gateway_flags: dict[str, Any], data_dir: Path | None) -> int:
-    with simulated_gpus(gpu_flags) as gpus, TemporaryDirectory(prefix="carpool-demo-") as temporary:
-        if gpus.address is None:
-            return gpus.process.wait()
-        from carpool.app import run
-        from carpool.settings import load_settings
-
-        settings = load_settings(
-            {
-                **gateway_flags,
-                "upstream.endpoints": [gpus.address],
-                "upstream.protocol": "json",
-                "tasks.data_dir": str(data_dir or temporary),
-            },
-            environ=os.environ,
-            file=None,
-        )
-        from carpool.tools.demo.panel import DemoPanel, Gpus
-
-        count, per_gpu, latency_ms = (gpu_flags[name] for name in ("--workers", "--slots", "--latency-ms"))
-        panel = DemoPanel(Gpus(count, per_gpu, latency_ms, gpus.tell, DEMO_POISON), settings.tiers)
-        about = f"{gpu_flags['--workers']} simulated GPUs of {gpu_flags['--latency-ms']:g} ms a batch"
-
-        def on_ready(gateway_port: int, admin_port: int) -> None:
-            show_banner(settings, gateway_port, admin_port, about, gpus.address or "")
-
-        return run(settings, on_ready=on_ready, panel=panel)
-
-
-class SimulatedGpus:
+class SimulatedGpus(NamedTuple):
     """A child process with simulated GPUs. `address` is None if it could not start; it has said why on stderr."""
 
-    def __init__(self, process: subprocess.Popen[str], address: str | None) -> None:
-        self.process = process
-        self.address = address
+    process: subprocess.Popen[str]
+    address: str | None
 
     def tell(self, line: str) -> None:
         """Send a line to the process on its stdin."""

@@ -1,23 +1,39 @@
-"""`carpool requests`, `usage` and `tracking init`: what was kept of requests, from where the configuration says."""
+"""`carpool requests`, `usage`, `why` and `tracking init`: what was kept of requests, from where the configuration says.
+
+`why` asks a running gateway first: it knows requests that have not ended, and those that ended lately.
+"""
 
 import asyncio
 import os
 import re
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from urllib.parse import quote
 
 import msgspec
 import typer
 
-from carpool.cli.dlq import EXIT_FAILED, leave, print_json, printable
+from carpool.cli.dlq import (
+    DEFAULT_ADMIN,
+    EXIT_FAILED,
+    Admin,
+    Config,
+    Gateway,
+    Json,
+    Token,
+    examples,
+    leave,
+    print_json,
+    print_table,
+    printable,
+)
 from carpool.core.clock import rfc3339
 from carpool.settings import ConfigError, load_settings
 
 if TYPE_CHECKING:
-    from carpool.tracking.records import RequestRecord, UsageRecord
-    from carpool.tracking.stores import Store
+    from carpool.tracking.records import RequestRecord, Store
 
 UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
@@ -27,54 +43,45 @@ tracking = typer.Typer(
     help="Where requests and batches are kept for questions afterwards (`tracking.store`).",
 )
 
-Config = Annotated[
-    Path | None,
-    typer.Option("--config", metavar="FILE", help="The gateways' configuration file; also CARPOOL_CONFIG."),
-]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 Done = TypeVar("Done")
-Shown = TypeVar("Shown")
 
-REQUESTS_EPILOG = """\
-[bold]Examples[/bold]
-
-  carpool requests --owner alice --since 1h --failed
-
-  carpool requests --batch 6b1f90c200000a17
-
-Give it the configuration of your gateways: that says where rows are kept. A row comes when its request ends.
-"""
-REQUEST_COLUMNS: "dict[str, Callable[[RequestRecord], object]]" = {
-    "completed at": lambda record: rfc3339(record.completed_at),
-    "id": lambda record: record.id,
-    "owner": lambda record: record.owner,
-    "tier": lambda record: record.tier,
-    "model": lambda record: record.model,
-    "outcome": lambda record: record.error or "completed",
-    "ms": lambda record: f"{record.latency_ms:.1f}",
-    "queue ms": lambda record: "" if record.queue_ms is None else f"{record.queue_ms:.1f}",
-    "batch": lambda record: record.batch_id or ("cached" if record.cached else ""),
-    "size": lambda record: record.batch_size or "",
-    "attempts": lambda record: record.attempts or "",
-    "endpoint": lambda record: record.endpoint or "",
+REQUESTS_EPILOG = examples(
+    "carpool requests --owner alice --since 1h --failed",
+    "carpool requests --batch 6b1f90c200000a17",
+    then="Give it the configuration of your gateways: it says where rows are kept. A row comes when its request ends.",
+)
+REQUEST_COLUMNS = (
+    *("completed at", "id", "owner", "tier", "model", "outcome"),
+    *("ms", "queue ms", "batch", "size", "attempts", "endpoint"),
+)
+WHY_EPILOG = examples(
+    "carpool why req_6b1f90c2aa10-17",
+    "carpool why 3f6c0e9ab5d14c3f8e0f6a3b2c1d4e57 --admin http://10.0.0.7:8001",
+    then="Any gateway of a fleet will do. One that ended long ago is told from tracking, where that is on.",
+)
+WAITED_FOR = {
+    "company": "waited for company: others who would share its batch",
+    "slot": "waited for a slot: all endpoints were busy, or failing",
+    "retry": "lost to calls that failed, and to the pause before the next",
+    "search": "its batch was refused: a search for the input at fault",
+    "model": "the call: the model at work",
+    "call": "the call",
+    "rest": "on its way in and back",
 }
-USAGE_COLUMNS: "dict[str, Callable[[UsageRecord], object]]" = {
-    "requests": lambda used: used.requests,
-    "failed": lambda used: used.failed,
-    "cached": lambda used: used.cached,
-    "tokens": lambda used: used.tokens,
-    "GPU seconds": lambda used: f"{used.gpu_seconds:.3f}",
+HEALTH = "/internal/health"
+REASONS = {
+    "full": "it was full",
+    "waited": "its oldest had waited as long as anybody does for company",
+    "idle": "endpoints were idle: waiting longer was not worth it",
+    "expected-none": "no company was expected in time",
+    "drain": "the process was leaving",
 }
-USAGE_EPILOG = """\
-[bold]Examples[/bold]
-
-  carpool usage --since 24h
-
-  carpool usage --since 7d --by model --json
-
-GPU seconds are those of the calls that answered, each shared by all whom it answered.
-"""
+USAGE_EPILOG = examples(
+    "carpool usage --since 24h",
+    "carpool usage --since 7d --by model --json",
+    then="GPU seconds are those of the calls that answered, each shared by all whom it answered.",
+)
 
 
 @tracking.command()
@@ -96,7 +103,7 @@ def requests(
     config: Config = None,
 ) -> None:
     """List requests that have ended, the newest first."""
-    from carpool.tracking.stores import RequestQuestion
+    from carpool.tracking.records import RequestQuestion
 
     question = RequestQuestion(
         since=time.time() - seconds_of(since),
@@ -112,9 +119,20 @@ def requests(
     if json:
         print_json({"requests": [shown_record(record) for record in found]})
         return
-    _print_table(REQUEST_COLUMNS, found)
+    print_table(REQUEST_COLUMNS, map(request_cells, found), "no requests")
     if len(found) == limit:
         typer.echo(f"the newest {limit}; see --limit")
+
+
+def request_cells(record: "RequestRecord") -> tuple[object, ...]:
+    """A row of the table, in the order of REQUEST_COLUMNS."""
+    return (
+        *(rfc3339(record.completed_at), record.id, record.owner, record.tier, record.model),
+        *(record.error or "completed", f"{record.latency_ms:.1f}"),
+        "" if record.queue_ms is None else f"{record.queue_ms:.1f}",
+        record.batch_id or ("cached" if record.cached else ""),
+        *(record.batch_size or "", record.attempts or "", record.endpoint or ""),
+    )
 
 
 def usage(
@@ -128,12 +146,16 @@ def usage(
     if json:
         print_json({"by": by, "usage": msgspec.to_builtins(found)})
     else:
-        _print_table({by: lambda used: used.name} | USAGE_COLUMNS, found)
+        rows = [
+            (used.name, used.requests, used.failed, used.cached, used.tokens, f"{used.gpu_seconds:.3f}")
+            for used in found
+        ]
+        print_table([by, "requests", "failed", "cached", "tokens", "GPU seconds"], rows, "no requests")
 
 
 def find_kept(config: Path | None, request_id: str) -> Any:
     """What was kept of a request, as the admin port shows it; None if nothing was, or tracking is off."""
-    from carpool.tracking.record_view import state_of_record
+    from carpool.tracking.records import state_of_record
 
     if load_settings({}, environ=os.environ, file=config).tracking.store == "off":
         return None
@@ -159,7 +181,7 @@ def _with_store(config: Path | None, work: "Callable[[Store], Awaitable[Done]]")
     """Do something with the store that the configuration names."""
     # Here, so that the other commands do not pay for it.
     from carpool.composition.tracking import make_store
-    from carpool.tracking.stores import StoreAwayError, StoreUnusableError
+    from carpool.tracking.records import StoreAwayError, StoreUnusableError
 
     settings = load_settings({}, environ=os.environ, file=config)
 
@@ -178,18 +200,71 @@ def _with_store(config: Path | None, work: "Callable[[Store], Awaitable[Done]]")
         leave(str(failure), EXIT_FAILED, "tracking")
 
 
-def _print_table(columns: "Mapping[str, Callable[[Shown], object]]", found: Sequence[Shown]) -> None:
-    if not found:
-        typer.echo("no requests")
+def why(
+    request_id: Annotated[str, typer.Argument(metavar="ID", help="A request's id, or a task's.")],
+    admin: Admin = DEFAULT_ADMIN,
+    token: Token = "",
+    json: Json = False,
+    config: Config = None,
+) -> None:
+    """Tell one request's story: where it is, what its time went to, with whom it was sent, and to which endpoint."""
+    gateway = Gateway(admin, token, "why")
+    asked = gateway.ask("GET", f"/internal/requests/{quote(request_id, safe='')}", may_miss=True)
+    found = asked or find_kept(config, request_id)
+    if found is None:
+        leave("no gateway knows this request any more, and nothing was kept of it", EXIT_FAILED, "why")
+    if json:
+        print_json(found)
         return
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
+    lines = story(request_id, found)
+    if found["status"] != "completed" and not found.get("kept"):
+        problem = gateway.ask("GET", HEALTH).get("problem")
+        lines += [f"  now: {problem}"] if problem else []
+    for line in lines:
+        typer.echo(printable(line))
 
-    table = Table(*columns, box=None, header_style="bold")
-    for each in found:
-        table.add_row(*(Text(printable(str(show(each)))) for show in columns.values()))
-    console = Console()
-    if not console.is_terminal:
-        console.width = 1000  # a file or a pipe gets whole lines
-    console.print(table)
+
+def story(request_id: str, state: Mapping[str, Any]) -> list[str]:
+    """A request's state (core.timeline.RequestState) in lines; what is not known is not in it."""
+    status, queue = state["status"], state.get("queue", {})
+    heads = {"queued": "waits, for", "processing": "is being worked on, for", "completed": "was completed, after"}
+    head = heads.get(status, f"failed ({state['error']}), after")
+    lines = [f"{request_id} {head} {state['latency_ms']} ms"]
+    facts = (("owner", "owner"), ("model", "model"), ("client", "client_id"))
+    lines += [f"  {title}: {state[name]}" for title, name in facts if state.get(name) is not None]
+    if state.get("is_task"):
+        lines.append("  a task")
+    if state.get("cached"):
+        lines.append("  answered with a result that had been kept: it was in no batch")
+    if "waiting" in queue:
+        lines.append(f"  in the queue, of {queue['waiting']} that wait")
+    if "place" in queue:
+        lines.append(f"  place {queue['place']}: 1 is the next")
+    if "estimated_wait_ms" in queue:
+        lines.append(f"  about {queue['estimated_wait_ms']} ms to go until it is sent")
+    if batch := state.get("batch"):
+        lines += batch_lines(batch)
+    if "waits" in state:
+        lines.append("  its time:")
+    at = 0.0
+    for wait in state.get("waits", ()):
+        # Only an answer shows that the model was at work.
+        what = "call" if wait["what"] == "model" and status != "completed" else wait["what"]
+        lines.append(f"    {at:9.1f} ms  +{wait['ms']:<9.1f} {WAITED_FOR.get(what, what)}")
+        at += wait["ms"]
+    if state.get("kept"):
+        lines.append("  (from tracking)")
+    return lines
+
+
+def batch_lines(batch: Mapping[str, Any]) -> list[str]:
+    """The batch of a request, its neighbours there, and its endpoint."""
+    others, reason, attempts = batch["neighbours"], batch.get("reason"), batch.get("attempts", 1)
+    company = f"with {others} other{'s' * (others > 1)}" if others else "alone"
+    because = f"; it left because {REASONS.get(reason, reason)}" if reason else ""
+    lines = [f"  batch {batch['id']}, {company}{because}"]
+    if "endpoint" in batch:
+        lines.append(f"  endpoint {batch['endpoint']}" + (f", call {attempts} of its batch" if attempts > 1 else ""))
+    if "failure" in batch:
+        lines.append(f"  its last call failed: {batch['failure']}")
+    return lines

@@ -17,11 +17,12 @@ from contextlib import contextmanager
 from itertools import count
 from typing import Any, Literal, TypedDict, Unpack
 
-from carpool.client.retries import ClientRetryBudget, pause_s
 from carpool.client.wire import (
+    Accepted,
     Answer,
     CallOptions,
     ClientCall,
+    ClientRetryBudget,
     LostAnswer,
     Prediction,
     SubmitOptions,
@@ -29,11 +30,11 @@ from carpool.client.wire import (
     Unreachable,
     cancellation,
     error_in,
+    pause_s,
     poll,
     prediction_call,
-    prediction_in,
+    read,
     submission,
-    task_id_in,
     task_in,
     timeout_ms,
 )
@@ -104,11 +105,11 @@ class AsyncClient:
 
     async def predict(self, value: Any, **options: Unpack[CallOptions]) -> Prediction:
         """The model's answer to one input, which is anything that JSON can say; raises a CarpoolError."""
-        return prediction_in(await self._ask(prediction_call(value, options, new_id()), options.get("timeout_s")))
+        return read(await self._ask(prediction_call(value, options, new_id()), options.get("timeout_s")), Prediction)
 
     async def submit(self, value: Any, **options: Unpack[SubmitOptions]) -> str:
         """Make a task of one input; its id. It is sent again only where no task can have come of it."""
-        return task_id_in(await self._ask(submission(value, options, new_id()), options.get("timeout_s")))
+        return read(await self._ask(submission(value, options, new_id()), options.get("timeout_s")), Accepted).task_id
 
     async def result(self, task_id: str, *, timeout_s: float | None = None) -> TaskOutput:
         """Wait for a task's result; raises its error, or DeadlineExceeded when the time is over, while it goes on."""

@@ -1,6 +1,14 @@
-"""What is sent to a gateway, and how its answers read. Pure: both clients use it."""
+"""What is sent to a gateway, how its answers read, and whether a call is made again. Pure: both clients use it.
 
-from collections.abc import Callable, Mapping
+1. Only what may succeed later is repeated (`CarpoolError.retryable`), at most `retries` times a call.
+2. All calls of a client share one budget: a share of them, and a few to begin with. While a gateway refuses all
+   clients, the retries of all would keep it overloaded.
+3. The pause is what the gateway asks for (Retry-After), else it doubles; with jitter, so that clients refused together
+   do not come back together. It is never less than what was asked for.
+4. Nothing is repeated when its pause would end after the deadline.
+"""
+
+from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple, TypedDict, TypeVar
 from urllib.parse import quote
 
@@ -18,10 +26,15 @@ from carpool.core.errors import (
     all_errors,
 )
 from carpool.core.problem import TYPE_PREFIX
+from carpool.core.token_bucket import TokenBucket
 
 T = TypeVar("T")
 # The store of tasks failed: it may have kept this one.
 DOUBTFUL = (BrokerDown, JournalFailed)
+PAUSE_FIRST_S = 0.1
+PAUSE_LAST_S = 5.0
+# The share that jitter adds at most to a pause that the gateway asks for; PAUSE_FIRST_S if that is more.
+JITTER_SHARE = 0.25
 _ERRORS = {kind.code: kind for kind in all_errors()}
 
 
@@ -120,7 +133,9 @@ class _Problem(msgspec.Struct):
     predicted_wait_ms: int | None = None
 
 
-class _Accepted(msgspec.Struct):
+class Accepted(msgspec.Struct):
+    """The 202 of a task."""
+
     task_id: str
 
 
@@ -133,10 +148,6 @@ class _Task(msgspec.Struct):
 
 
 _encode = msgspec.json.Encoder().encode
-_prediction = msgspec.json.Decoder(Prediction).decode
-_accepted = msgspec.json.Decoder(_Accepted).decode
-_task = msgspec.json.Decoder(_Task).decode
-_problem = msgspec.json.Decoder(_Problem).decode
 
 
 def prediction_call(value: Any, options: CallOptions, request_id: str) -> ClientCall:
@@ -182,19 +193,9 @@ def timeout_ms(seconds: float) -> int:
     return min(max(1, int(seconds * 1000)), 999_999_999)
 
 
-def prediction_in(body: bytes) -> Prediction:
-    """The 200 of a synchronous request."""
-    return _readable(_prediction, body)
-
-
-def task_id_in(body: bytes) -> str:
-    """The 202 of a task."""
-    return _readable(_accepted, body).task_id
-
-
 def task_in(body: bytes) -> TaskOutput | CarpoolError | None:
     """What became of a task; None while it waits."""
-    task = _readable(_task, body)
+    task = read(body, _Task)
     if task.status == "PENDING":
         return None
     if task.status == "FAILED":
@@ -205,7 +206,7 @@ def task_in(body: bytes) -> TaskOutput | CarpoolError | None:
 def error_in(status: int, body: bytes, retry_after: str | None) -> CarpoolError:
     """The error in a response: of the gateway's own class, else of the class nearest to the status."""
     try:
-        problem = _problem(body)
+        problem = msgspec.json.decode(body, type=_Problem)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         problem = _Problem()
     is_seconds = retry_after is not None and retry_after.isascii() and retry_after.isdigit() and len(retry_after) < 10
@@ -229,8 +230,33 @@ def _kind_of(status: int) -> type[CarpoolError]:
     return ClientError if 400 <= status < 500 else GatewayError
 
 
-def _readable(decode: Callable[[bytes], T], body: bytes) -> T:
+def read(body: bytes, kind: type[T]) -> T:
+    """An answer of the gateway: Prediction for a synchronous request, Accepted for a task."""
     try:
-        return decode(body)
+        return msgspec.json.decode(body, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as failure:
         raise InternalError("the answer is not one of a gateway of Carpool; is this its address?") from failure
+
+
+class ClientRetryBudget(TokenBucket):
+    """How many calls may be repeated: never more than `reserve` + `share` of those that were made. No time adds any."""
+
+    __slots__ = ("_share",)
+
+    def __init__(self, share: float = 0.1, reserve: float = 10.0) -> None:
+        if not 0 <= share <= 1:
+            raise ValueError("the share of calls that are repeated must be between 0 and 1")
+        super().__init__(0.0, reserve)
+        self._share = share
+
+    def called(self) -> None:
+        """A call is made, for the first time. Saved retries never exceed the reserve."""
+        self.add(self._share)
+
+
+def pause_s(attempt: int, retry_after_s: float | None, luck: float) -> float:
+    """How long to wait after the attempt with this number, the first is 0; `luck` is between 0 and 1."""
+    if retry_after_s is not None:
+        return retry_after_s + luck * max(PAUSE_FIRST_S, retry_after_s * JITTER_SHARE)
+    longest = min(PAUSE_LAST_S, PAUSE_FIRST_S * 2.0 ** min(attempt, 16))
+    return longest * (0.5 + 0.5 * luck)

@@ -196,7 +196,7 @@ class RedisContext:
             broker_disks=bool(self.disks.found),
             queue_unread=self.depth.unread(),
             broker_cache_bytes=self.depth.total("cache_bytes"),
-            task_bytes=self.depth.unread_task_bytes() + self.depth.total("read_bytes"),
+            task_bytes=sum(map(self.depth.total, ("input_bytes", "result_bytes", "read_bytes"))),
             dead_letters_dropped=self.letter_bounds.dropped,
             live_gateways=len(view.live_gateways()),
             live_batchers=len(view.live_batchers()),

@@ -13,9 +13,8 @@ from carpool.core.histograms import RequestSeconds
 from carpool.core.snapshot import TraceNumbers
 from carpool.settings import Settings
 from carpool.settings.schema import TracingSettings
-from carpool.telemetry.otlp import Envelope
-from carpool.telemetry.sampling import Ratio
-from carpool.telemetry.tracer import Tracer
+from carpool.telemetry.spans import Envelope
+from carpool.telemetry.tracer import Ratio, Tracer
 from carpool.version import __version__
 
 if TYPE_CHECKING:
@@ -59,7 +58,8 @@ def start_tracing(settings: Settings, events: Events, seconds: RequestSeconds, c
     from carpool.telemetry.exporter import Exporter  # it brings aiohttp, which is not needed where this is off
 
     exporter = Exporter(
-        receiver_url(own.otlp_endpoint),
+        # By OTLP's rule for a base URL; a URL that names the path of traces already stays.
+        own.otlp_endpoint.removesuffix(PATH).rstrip("/") + PATH,
         dict(pairs_of(own.headers)),
         Envelope(resource_of(own), "carpool", __version__),
         bytes_max=BUFFER_BYTES_MAX,
@@ -81,11 +81,6 @@ def start_tracing(settings: Settings, events: Events, seconds: RequestSeconds, c
     tracer.start()
     events.subscribe(tracer)
     return Tracing(tracer, exporter)
-
-
-def receiver_url(endpoint: str) -> str:
-    """Where traces go, by OTLP's rule for a base URL; a URL that names their path already stays."""
-    return endpoint if endpoint.endswith(PATH) else endpoint.rstrip("/") + PATH
 
 
 def resource_of(own: TracingSettings) -> list[tuple[str, str]]:

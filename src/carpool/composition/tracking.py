@@ -12,9 +12,8 @@ from carpool.core.errors import CarpoolError
 from carpool.core.snapshot import TrackingNumbers
 from carpool.core.timeline import RequestState
 from carpool.settings import ConfigError, Settings
-from carpool.tracking.record_view import state_of_record
 from carpool.tracking.recorder import Recorder
-from carpool.tracking.stores import Store, StoreUnusableError
+from carpool.tracking.records import Store, StoreUnusableError, state_of_record
 
 logger = logging.getLogger("carpool.tracking")
 

@@ -15,7 +15,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from carpool.core.batch import Batch
 from carpool.core.outcome import Outcome, Output
@@ -72,68 +72,50 @@ class Events:
 
     def _find_listeners(self) -> None:
         """Which subscriber gets which event, looked up once: some events happen with every request."""
+
+        def own(event: str) -> list[Callable[..., None]]:
+            return [getattr(each, event) for each in self.subscribers if has_own(each, event)]
+
         # Most subscribers have no use for this event: so callers test for its listeners alone.
-        self.of_admitted = [each.admitted for each in self.subscribers if has_own(each, "admitted")]
-        self._of_taken = [each.taken for each in self.subscribers if has_own(each, "taken")]
-        self._of_sent = [each.sent for each in self.subscribers if has_own(each, "sent")]
-        self._of_ended = [each.ended for each in self.subscribers if has_own(each, "ended")]
-        self._of_settled = [each.settled for each in self.subscribers if has_own(each, "settled")]
+        self.of_admitted = own("admitted")
+        self._of_taken, self._of_sent, self._of_ended = map(own, ("taken", "sent", "ended"))
+        self._of_settled = own("settled")
         self._of_all_settled = [all_settled_of(each) for each in self.subscribers if has_own(each, "settled")]
 
     def admitted(self, request: Request) -> None:
         """A request came in."""
         if not request.is_shared:
-            for told in self.of_admitted:
-                try:
-                    told(request)
-                except Exception:
-                    self._failed()
+            self._report(self.of_admitted, request)
 
     def taken(self, batch: Sequence[Request]) -> None:
         """A batch left its lane."""
-        for told in self._of_taken:
-            try:
-                told(batch)
-            except Exception:
-                self._failed()
+        self._report(self._of_taken, batch)
 
     def sent(self, batch: Sequence[Request], endpoint: str, attempt: int, now: float) -> None:
         """A call begins."""
-        for told in self._of_sent:
-            try:
-                told(batch, endpoint, attempt, now)
-            except Exception:
-                self._failed()
+        self._report(self._of_sent, batch, endpoint, attempt, now)
 
     def ended(self, batch: Batch, requests: Sequence[Request]) -> None:
         """A batch is over."""
-        for told in self._of_ended:
-            try:
-                told(batch, requests)
-            except Exception:
-                self._failed()
+        self._report(self._of_ended, batch, requests)
 
     def settled(self, request: Request, outcome: Outcome) -> None:
         """A request got its outcome."""
         if not request.is_shared:
-            for told in self._of_settled:
-                try:
-                    told(request, outcome)
-                except Exception:
-                    self._failed()
+            self._report(self._of_settled, request, outcome)
 
     def all_settled(self, requests: Sequence[Request], outputs: Sequence[Output]) -> None:
         """Requests of one model, at least one, got their outputs at the same time; some of them may be shared."""
-        for told in self._of_all_settled:
-            try:
-                told(requests, outputs)
-            except Exception:
-                self._failed()
+        self._report(self._of_all_settled, requests, outputs)
 
-    def _failed(self) -> None:
-        self._failures += 1
-        if self._failures & (self._failures - 1) == 0:  # 1, 2, 4, 8, …: it may fail for every request
-            logger.exception("a subscriber to events failed; failures so far: %d", self._failures)
+    def _report(self, listeners: Sequence[Callable[..., None]], *event: Any) -> None:
+        for listener in listeners:
+            try:
+                listener(*event)
+            except Exception:
+                self._failures += 1
+                if self._failures & (self._failures - 1) == 0:  # 1, 2, 4, 8, …: it may fail for every request
+                    logger.exception("a subscriber to events failed; failures so far: %d", self._failures)
 
 
 def has_own(subscriber: Subscriber, event: str) -> bool:

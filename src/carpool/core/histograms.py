@@ -85,6 +85,9 @@ def off_by(bounds: Sequence[float]) -> dict[str, Histogram]:
     return {"too-high": Histogram(bounds), "too-low": Histogram(bounds)}
 
 
+STAGES = ("receive", "admit", "queue", "dispatch", "upstream", "reply")
+
+
 class RequestSeconds:
     """Where the time of synchronous requests went that got an output from a batch: in all by tier, and by stage.
 
@@ -103,12 +106,8 @@ class RequestSeconds:
     def __init__(self) -> None:
         # From arrival to answer, by number of the tier.
         self.by_tier: defaultdict[int, Histogram] = defaultdict(_seconds)
-        self.receive = _seconds()
-        self.admit = _seconds()
-        self.queue = _seconds()
-        self.dispatch = _seconds()
-        self.upstream = _seconds()
-        self.reply = _seconds()
+        self.receive, self.admit = _seconds(), _seconds()
+        self.queue, self.dispatch, self.upstream, self.reply = _seconds(), _seconds(), _seconds(), _seconds()
 
     def answered(self, by_tier: Mapping[int, list[float]], since_taken_s: float, call: CallFacts) -> None:
         """Requests of one batch have their outputs so long after their arrival, and after they were taken.
@@ -147,14 +146,7 @@ class RequestSeconds:
 
     def stages(self) -> dict[str, Histogram]:
         """By the name of the stage, in the order in which a request meets them."""
-        return {
-            "receive": self.receive,
-            "admit": self.admit,
-            "queue": self.queue,
-            "dispatch": self.dispatch,
-            "upstream": self.upstream,
-            "reply": self.reply,
-        }
+        return {name: getattr(self, name) for name in STAGES}
 
 
 class Split(NamedTuple):

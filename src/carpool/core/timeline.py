@@ -134,36 +134,24 @@ def waits_of(
     request: Request, batch: Batch | None, call: CallFacts | None, until: float, company_s_max: float
 ) -> list[Wait] | UnsetType:
     """What the time of a request went to so far."""
-    total_s, queue_s = until - request.arrived, request.taken - request.arrived
-    if call is not None and call.batch_id and request.taken:
+    if not request.taken:
+        return UNSET
+    before_call_s: float | None
+    if call is not None and call.batch_id:
         call_s = call.upstream_s if request.result_code == "ok" else None
-        return parts_of(
-            total_s,
-            queue_s,
-            call.started_s,
-            call_s,
-            call.reason,
-            call.attempts,
-            company_s_max,
-            search_s=call.search_s,
-            searched_s=call.searched_s,
-        )
-    if batch is not None and request.taken:
+        before_call_s, reason, attempts = call.started_s, call.reason, call.attempts
+        search_s, searched_s = call.search_s, call.searched_s
+    elif batch is not None:
+        call_s, reason, attempts = None, batch.reason, batch.attempts
         before_call_s = batch.sent - request.taken if batch.sent >= request.taken else None
-        if search_s := searched_since(request, until):
+        search_s, searched_s = searched_since(request, until), request.searched_s
+        if search_s:
             before_call_s = until - request.taken
-        return parts_of(
-            total_s,
-            queue_s,
-            before_call_s,
-            None,
-            batch.reason,
-            batch.attempts,
-            company_s_max,
-            search_s=search_s,
-            searched_s=request.searched_s,
-        )
-    return UNSET
+    else:
+        return UNSET
+    total_s, queue_s = until - request.arrived, request.taken - request.arrived
+    times = total_s, queue_s, before_call_s, call_s
+    return parts_of(*times, reason, attempts, company_s_max, search_s=search_s, searched_s=searched_s)
 
 
 def parts_of(

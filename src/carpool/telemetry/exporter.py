@@ -17,7 +17,7 @@ import aiohttp
 
 from carpool.core.errors import without_frames
 from carpool.core.timers import wait_for
-from carpool.telemetry.otlp import Envelope, rejected_spans
+from carpool.telemetry.spans import Envelope, rejected_spans
 
 logger = logging.getLogger("carpool.traces")
 
@@ -53,7 +53,6 @@ class Exporter:
         self._due = asyncio.Event()
         self._closing = asyncio.Event()
         self._is_failing = False
-        self._is_rejecting = False
         self._session: aiohttp.ClientSession | None = None
         self._task: asyncio.Task[None] | None = None
         # For metrics: spans, and calls that brought nothing.
@@ -61,9 +60,6 @@ class Exporter:
         self.dropped = 0
         self.rejected = 0
         self.failures = 0
-
-    def __repr__(self) -> str:
-        return f"<Exporter waiting={len(self._waiting)} bytes={self.held_bytes} dropped={self.dropped}>"
 
     def start(self) -> None:
         """Send from now on."""
@@ -121,25 +117,22 @@ class Exporter:
             rejected = min(rejected, spans)
             self.rejected += rejected
             self.sent += spans - rejected
-            if rejected and not self._is_rejecting:
-                logger.warning("the receiver of traces rejected %d of %d spans", rejected, spans)
-            self._is_rejecting = rejected > 0
 
     async def _send(self, body: bytes) -> int | None:
         """How many spans the receiver rejected of what it took; None: it took nothing."""
         pause_s = PAUSE_S
-        for number in range(1, TRIES_MAX + 1):
+        for tries_left in reversed(range(TRIES_MAX)):
             failure, may_try_again, rejected = await self._post(body)
-            if not failure:
-                if self._is_failing:
-                    self._is_failing = False
+            if bool(failure) != self._is_failing:
+                self._is_failing = bool(failure)
+                if failure:
+                    logger.warning("the receiver of traces failed: %s; requests go on without", failure)
+                else:
                     logger.info("the receiver of traces works again")
+            if not failure:
                 return rejected
             self.failures += 1
-            if not self._is_failing:
-                self._is_failing = True
-                logger.warning("the receiver of traces failed: %s; requests go on without", failure)
-            if not may_try_again or self._closing.is_set() or number == TRIES_MAX:
+            if not may_try_again or self._closing.is_set() or not tries_left:
                 break
             await wait_for(self._closing, pause_s * (0.5 + random.random() / 2))
             pause_s = min(2 * pause_s, PAUSE_S_MAX)

@@ -17,10 +17,10 @@ from typing import Any, TextIO
 
 from carpool.core.clock import rfc3339
 
+HANDLER = "carpool"
 MESSAGE_CHARS_MAX = 2000
 FIELD_CHARS_MAX = 500
 FIELD_ITEMS_MAX = 50
-FIELD_DEPTH_MAX = 3
 EXCEPTION_CHARS_MAX = 8000
 EXCEPTION_FRAMES_MAX = 30
 
@@ -30,41 +30,26 @@ _RESET = "\x1b[0m"
 
 def configure_logging(level: str, format: str, stream: TextIO = sys.stderr) -> None:
     """Send the logs to `stream` as `console` or `json` lines; `auto` takes console on a terminal."""
-    is_terminal = _is_terminal(stream)
+    is_terminal = stream.isatty()
     formatter: logging.Formatter
     if format == "console" or (format == "auto" and is_terminal):
         formatter = ConsoleFormatter(colour=is_terminal and not os.environ.get("NO_COLOR"))
     else:
         formatter = JsonFormatter()
-    handler = SafeHandler(stream)
+    handler = logging.StreamHandler(stream)
+    handler.name = HANDLER
     handler.setFormatter(formatter)
 
     root = logging.getLogger()
-    for old in [each for each in root.handlers if isinstance(each, SafeHandler)]:
+    for old in [each for each in root.handlers if each.name == HANDLER]:
         root.removeHandler(old)
     root.addHandler(handler)
     threshold = logging.getLevelNamesMapping()[level.upper()]
     logging.getLogger("carpool").setLevel(threshold)
     # Libraries may put what they handle into their debug and info lines: those stay out at every level.
     root.setLevel(max(threshold, logging.WARNING))
+    # A full disk or a closed pipe must not fail a request; there is nowhere left to say so.
     logging.raiseExceptions = False
-
-
-class SafeHandler(logging.Handler):
-    """Writes lines to a stream and swallows every failure to do so."""
-
-    def __init__(self, stream: TextIO) -> None:
-        super().__init__()
-        self._stream = stream
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Write one record; unlike the standard handler, not even a RecursionError gets out."""
-        try:
-            self._stream.write(self.format(record) + "\n")
-            self._stream.flush()
-        except Exception:
-            # A full disk or a closed pipe must not fail a request; there is nowhere left to say so.
-            pass
 
 
 class JsonFormatter(logging.Formatter):
@@ -119,44 +104,29 @@ def _message(record: logging.LogRecord) -> str:
 
 
 def _fields(record: logging.LogRecord) -> dict[str, Any]:
-    fields = getattr(record, "fields", None)
-    plain = _plain(fields, 0) if isinstance(fields, Mapping) else {}
-    return plain if isinstance(plain, dict) else {}
+    fields: Mapping[str, Any] = getattr(record, "fields", {})
+    return {name: _plain(value) for name, value in fields.items()}
 
 
 def _exception(record: logging.LogRecord) -> str:
     if not record.exc_info or record.exc_info[0] is None:
         return ""
-    try:
-        lines = traceback.format_exception(*record.exc_info, limit=-EXCEPTION_FRAMES_MAX)
-        text = "".join(lines).rstrip()
-    except Exception:
-        text = record.exc_info[0].__name__
+    text = "".join(traceback.format_exception(*record.exc_info, limit=-EXCEPTION_FRAMES_MAX)).rstrip()
     # The end says what happened, so the start is what goes.
     return text if len(text) <= EXCEPTION_CHARS_MAX else "…" + text[-EXCEPTION_CHARS_MAX:]
 
 
-def _plain(value: Any, depth: int) -> Any:
-    """The value as JSON can hold it, bounded in length, count and depth."""
-    if value is None or isinstance(value, bool):
+def _plain(value: Any) -> Any:
+    """The value as JSON can hold it, bounded in length and count."""
+    if value is None or isinstance(value, int):
         return value
-    if isinstance(value, int):
-        return value if value.bit_length() <= 64 else f"<integer of {value.bit_length()} bits>"
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
-    if isinstance(value, str):
-        return _cut(value, FIELD_CHARS_MAX)
     if isinstance(value, bytes | bytearray | memoryview):
         return f"<{len(value)} bytes>"
-    try:
-        if depth < FIELD_DEPTH_MAX and isinstance(value, Mapping):
-            items = list(value.items())[:FIELD_ITEMS_MAX]
-            return {_cut(str(name), FIELD_CHARS_MAX): _plain(each, depth + 1) for name, each in items}
-        if depth < FIELD_DEPTH_MAX and isinstance(value, list | tuple | set | frozenset):
-            return [_plain(each, depth + 1) for each in list(value)[:FIELD_ITEMS_MAX]]
-        return _cut(str(value), FIELD_CHARS_MAX)
-    except Exception:
-        return f"<{type(value).__name__}>"
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value[:FIELD_ITEMS_MAX]]
+    return _cut(str(value), FIELD_CHARS_MAX)
 
 
 def _cut(text: str, chars_max: int) -> str:
@@ -165,10 +135,3 @@ def _cut(text: str, chars_max: int) -> str:
 
 def _one_line(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-
-
-def _is_terminal(stream: TextIO) -> bool:
-    try:
-        return stream.isatty()
-    except Exception:
-        return False

@@ -1,7 +1,7 @@
 """What Prometheus sees: the numbers of a snapshot. Stages keep plain counts; they become families only when scraped."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, get_type_hints
+from typing import Any, Literal, NamedTuple, cast, get_type_hints
 
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -10,28 +10,13 @@ from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Exemplar
 
-from carpool.core import snapshot as shapes
 from carpool.core.histograms import Histogram
 from carpool.core.snapshot import ModelNumbers, Numbers, Shown, Shows, Snapshot
 
 PROMETHEUS = b"text/plain; version=0.0.4; charset=utf-8"
 OPEN_METRICS = b"application/openmetrics-text"
 generate_open_metrics: Callable[[CollectorRegistry], bytes] = openmetrics.generate_latest
-KINDS: tuple[type[Numbers], ...] = (
-    shapes.OutcomeNumbers,
-    shapes.SheddingNumbers,
-    shapes.CacheNumbers,
-    shapes.ModelNumbers,
-    shapes.JournalNumbers,
-    shapes.WebhookNumbers,
-    shapes.TrackingNumbers,
-    shapes.RedisNumbers,
-    shapes.RedisGatewayNumbers,
-    shapes.RedisBatcherNumbers,
-    shapes.TraceNumbers,
-)
-
-
+FAMILIES = {"histogram": HistogramMetricFamily, "counter": CounterMetricFamily, "gauge": GaugeMetricFamily}
 Bucket = tuple[str, float] | tuple[str, float, Exemplar]
 
 
@@ -59,7 +44,7 @@ def metrics_of(numbers: type[Numbers]) -> Iterator[Metric]:
         )
 
 
-METRICS = tuple(metric for kind in KINDS for metric in metrics_of(kind))
+METRICS = tuple(metric for kind in Numbers.__subclasses__() for metric in metrics_of(kind))
 
 
 class CarpoolCollector(Collector):
@@ -84,19 +69,14 @@ class CarpoolCollector(Collector):
 
 def family_of(metric: Metric, found: Iterable[tuple[list[str], Numbers]]) -> Family:
     """One metric with its values."""
-    if metric.kind == "histogram":
-        histograms = HistogramMetricFamily(metric.name, metric.meaning, labels=metric.labels)
-        for labels, numbers in found:
-            for more, value in labelled(getattr(numbers, metric.field)):
-                counted: Histogram = value
-                histograms.add_metric([*labels, *more], list(exemplified(counted)), counted.total)
-        return histograms
-    make = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
-    family = make(metric.name, metric.meaning, labels=metric.labels)
+    family: Any = FAMILIES[metric.kind](metric.name, metric.meaning, labels=metric.labels)
     for labels, numbers in found:
-        for more, number in labelled(getattr(numbers, metric.field)):
-            family.add_metric([*labels, *more], number)
-    return family
+        for more, value in labelled(getattr(numbers, metric.field)):
+            if isinstance(value, Histogram):
+                family.add_metric([*labels, *more], list(exemplified(value)), value.total)
+            else:
+                family.add_metric([*labels, *more], value)
+    return cast(Family, family)
 
 
 def exemplified(histogram: Histogram) -> Iterator[Bucket]:

@@ -10,9 +10,10 @@ import asyncio
 import secrets
 import ssl
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from itertools import cycle, product
+from typing import Any, TypeVar
 from urllib.parse import quote
 
 from msgspec.structs import replace
@@ -21,7 +22,7 @@ from yarl import URL
 from carpool.core.clock import monotonic
 from carpool.core.defaults import do_nothing
 from carpool.core.errors import Malformed
-from carpool.core.finding import Finding
+from carpool.core.finding import Finding, merged
 from carpool.core.request import Nobody, Request
 from carpool.service import ModelFace, addresses, endpoint_maker
 from carpool.settings import Model, Settings
@@ -46,7 +47,6 @@ from carpool.tools.api_checks import (
     port_of,
     post_paths,
 )
-from carpool.tools.doctor_checks import merged
 from carpool.upstream.call_ids import CallIds
 from carpool.upstream.client import without_secrets
 from carpool.upstream.codecs import ProtocolFaultError
@@ -64,6 +64,7 @@ SEARCH_S_MAX = 30.0
 LIMIT_S_MAX = 20.0
 AT_ONCE = 16
 
+T = TypeVar("T")
 Say = Callable[[str], None]
 
 
@@ -108,25 +109,17 @@ class ApiDoctor:
         return findings
 
     async def _examine_all(self, endpoints: Mapping[str, Endpoint]) -> list[Finding]:
-        findings: list[Finding] = []
-        waiting: list[str] = []
-        urls = list(endpoints)
-        for start in range(0, len(urls), AT_ONCE):
-            some = urls[start : start + AT_ONCE]
-            self._say(f"connecting to {endpoints[some[0]].name}")
-            for url, finding in zip(some, await asyncio.gather(*map(self._reach, some)), strict=True):
-                if finding is None:
-                    waiting.append(url)
-                else:
-                    findings.append(_at(endpoints[url], finding))
+        self._say("connecting")
+        reached = dict(zip(endpoints, await gather(map(self._reach, endpoints)), strict=True))
+        findings = [_at(endpoints[url], finding) for url, finding in reached.items() if finding is not None]
+        waiting = [url for url, finding in reached.items() if finding is None]
         lead: Endpoint | None = None
         while waiting and lead is None:
             url = waiting.pop(0)
             found, lead = await self._examine(url, endpoints[url])
             findings += found
-        for start in range(0, len(waiting), AT_ONCE):
-            others = (self._examine(url, endpoints[url]) for url in waiting[start : start + AT_ONCE])
-            findings += [finding for found, _ in await asyncio.gather(*others) for finding in found]
+        others = await gather(self._examine(url, endpoints[url]) for url in waiting)
+        findings += [finding for found, _ in others for finding in found]
         if lead is not None:
             findings.append(await self._find_limit(lead))
         if self._good:
@@ -157,7 +150,9 @@ class ApiDoctor:
     async def _examine(self, url: str, endpoint: Endpoint) -> tuple[list[Finding], Endpoint | None]:
         """What one endpoint does with a call of one and a call of two; itself, if it does both well."""
         if not self._kinds:
-            self._kinds = own_inputs(self._model.upstream, await self._metadata(endpoint))
+            # A V2 server says which tensors its model takes.
+            is_v2, page = self._model.upstream.protocol == "kserve_v2", f"/v2/models/{quote(self._model.name, safe='')}"
+            self._kinds = own_inputs(self._model.upstream, await self._page(endpoint, page) if is_v2 else b"")
         self._values = self._values or self._kinds[0]
         findings: list[Finding] = []
         tried = await self._call(endpoint, 1)
@@ -219,12 +214,6 @@ class ApiDoctor:
             return replace(tried, fault=str(fault))
         self._good.append(tried)
         return tried
-
-    async def _metadata(self, endpoint: Endpoint) -> bytes:
-        """What a V2 server says of its model's tensors."""
-        if self._model.upstream.protocol != "kserve_v2":
-            return b""
-        return await self._page(endpoint, f"/v2/models/{quote(self._model.name, safe='')}")
 
     async def _page(self, endpoint: Endpoint, path: str) -> bytes:
         """A page of the API, if it has that."""
@@ -326,6 +315,17 @@ class ApiDoctor:
             if tried.answer is None or largest >= low_enough:
                 break
         return check_limit(largest, refused, self._where, max_batch)
+
+
+async def gather(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """What comes of these, in their order; AT_ONCE of them at a time."""
+    places = asyncio.Semaphore(AT_ONCE)
+
+    async def one(work: Coroutine[Any, Any, T]) -> T:
+        async with places:
+            return await work
+
+    return await asyncio.gather(*map(one, works))
 
 
 async def connect(url: str, context: ssl.SSLContext | None = None) -> None:

@@ -1,9 +1,8 @@
-"""Writes what the pages of docs/ have from the code: `python -m carpool.tools.docs [--check] [DIR]`.
+"""Writes what the pages of docs/ have from the code: `python -m carpool.tools.docs`.
 
 A page is written by hand up to a mark; what follows that is written here.
 """
 
-import argparse
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from importlib.resources import files
@@ -164,27 +163,15 @@ def _table(headings: tuple[str, ...], rows: Iterable[tuple[Any, ...]]) -> Iterat
         yield "| " + " | ".join(str(cell).replace("|", "\\|") for cell in row) + " |\n"
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Write the pages, or with --check say which are out of date and return 1."""
-    parser = argparse.ArgumentParser(prog="python -m carpool.tools.docs", description=__doc__)
-    parser.add_argument("folder", nargs="?", type=Path, default=Path("docs"), metavar="DIR")
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a page is out of date")
-    options = parser.parse_args(arguments)
-    stale = 0
+def write_pages(folder: Path) -> None:
+    """Write the pages that are out of date."""
     for name, written in PAGES.items():
-        path = options.folder / name
+        path = folder / name
         page = path.read_text(encoding="utf-8")
-        text = written(page)
-        if page == text:
-            continue
-        if options.check:
-            stale = 1
-            sys.stderr.write(f"{path} is out of date: run `make docs`\n")
-        else:
+        if page != (text := written(page)):
             path.write_text(text, encoding="utf-8")
             sys.stdout.write(f"wrote {path}\n")
-    return stale
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    write_pages(Path("docs"))

@@ -12,6 +12,7 @@
 But for V2, the field decides the format, not the path. Errors are `{"error": text}`.
 """
 
+import asyncio
 import re
 import socket
 import struct
@@ -22,13 +23,18 @@ from typing import Any
 import msgspec
 
 from carpool.core.clock import monotonic
+from carpool.core.errors import CarpoolError
+from carpool.core.finite import finite_float
+from carpool.core.tensors import Data, RawTensor, is_packed, pack, pack_tensors, unpack, unpack_tensors
 from carpool.face.http.connection import Connection
 from carpool.face.http.exchange import Exchange, ExchangeWorker
 from carpool.face.http.server import HttpServer
 from carpool.face.http.state import HttpLimits
-from carpool.tools.sim_tensors import TensorAnswer, read_tensors
+from carpool.face.http.v2_wire import V2Call, parse_call, write_answer
+from carpool.face.tensor_rows import join_rows, read_row
 from carpool.upstream.endpoint import UpstreamResponse
 from carpool.upstream.simulated import (
+    CallRefusedError,
     GpuStats,
     SimulatedGpu,
     SimulationSettings,
@@ -50,6 +56,8 @@ _INFERENCE_PATH = re.compile(rb"/infer|/v1/models/.+:predict")
 # Linger for zero seconds: closing then sends RST in place of FIN.
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 
+_decode = msgspec.json.Decoder(float_hook=finite_float).decode
+
 
 class CannotListenError(Exception):
     """An address cannot be listened on; the text names it."""
@@ -67,47 +75,35 @@ class GpuServer(ExchangeWorker):
         """Answer one HTTP request, an inference later."""
         path = exchange.target.partition(b"?")[0]
         tensors = _TENSOR_PATH.fullmatch(path)
-        if tensors or _INFERENCE_PATH.fullmatch(path):
-            if exchange.method == b"POST":
-                self._infer(exchange, tensors and tensors[1].decode("latin-1"))
-            else:
-                self._refuse(exchange, 405, "use POST", b"Allow: POST\r\n")
-        elif path in _PAGES:
-            if exchange.method in (b"GET", b"HEAD"):
-                exchange.respond(200, self._stats_json() if path == b"/stats" else b'{"status":"ok"}')
-            else:
-                self._refuse(exchange, 405, "use GET", b"Allow: GET, HEAD\r\n")
+        if exchange.method == b"POST" and (tensors or _INFERENCE_PATH.fullmatch(path)):
+            called = self._infer(exchange, tensors and tensors[1].decode("latin-1"))
+            exchange.context, exchange.worker = asyncio.get_running_loop().create_task(called), self
+        elif exchange.method in (b"GET", b"HEAD") and path in _PAGES:
+            exchange.respond(200, self._stats_json() if path == b"/stats" else b'{"status":"ok"}')
         else:
-            paths = "/infer, /v1/models/{model}:predict, /v2/models/{model}/infer, /stats and /health"
-            self._refuse(exchange, 404, f"there are {paths}")
+            there = "POST /infer, /v1/models/{model}:predict, /v2/models/{model}/infer; GET /stats, /health"
+            exchange.respond(404, error_answer(404, f"there are {there}").body)
 
-    def _infer(self, exchange: Exchange, tensor_model: str | None) -> None:
-        def done(answer: UpstreamResponse | None) -> None:
-            exchange.worker = None
-            if answer is None:
-                _reset(exchange)
-            elif isinstance(answer, TensorAnswer) and answer.header_length is not None:
-                length = b"Inference-Header-Content-Length: %d\r\n" % answer.header_length
-                exchange.respond(answer.status, answer.body, b"application/octet-stream", length)
-            else:
-                exchange.respond(answer.status, answer.body)
-
+    async def _infer(self, exchange: Exchange, tensor_model: str | None) -> None:
         read = read_call if tensor_model is None else partial(read_tensors, tensor_model, exchange.headers)
-        call = self.gpu.submit(exchange.body, done, read)
-        if not call.ended:
-            exchange.body = b""  # not needed any more, and a queue of them is heavy
-            exchange.context, exchange.worker = call, self
+        called, exchange.body = self.gpu.infer(exchange.body, read), b""
+        answer = await called
+        exchange.worker = None
+        if answer is None:
+            _reset(exchange)
+        elif isinstance(answer, TensorAnswer) and answer.header_length is not None:
+            length = b"Inference-Header-Content-Length: %d\r\n" % answer.header_length
+            exchange.respond(answer.status, answer.body, b"application/octet-stream", length)
+        else:
+            exchange.respond(answer.status, answer.body)
 
     def client_left(self, exchange: Exchange) -> None:
         """Free the place of its call."""
-        self.gpu.leave(exchange.context)
+        exchange.context.cancel()
 
     def _stats_json(self) -> bytes:
         stats: dict[str, Any] = msgspec.structs.asdict(self.gpu.stats())
         return msgspec.json.encode({**stats, "total": self._fleet.total()})
-
-    def _refuse(self, exchange: Exchange, status: int, text: str, headers: bytes = b"") -> None:
-        exchange.respond(status, error_answer(status, text).body, headers=headers)
 
 
 def _reset(exchange: Exchange) -> None:
@@ -118,8 +114,8 @@ def _reset(exchange: Exchange) -> None:
         transport.abort()
 
 
-# How often a row of free ports is looked for: first where the kernel finds one, then below the ports that it gives
-# to clients, among which a busy machine has no long free row.
+# How often a row of free ports is looked for, below the ports that the kernel gives to clients, among which a busy
+# machine has no long free row.
 ANY_PORTS_ATTEMPTS = 64
 PORTS_OF_SERVERS = range(10_000, 32_000)
 
@@ -139,15 +135,13 @@ class GpuFleet:
         """Listen on consecutive ports, any that are free if `port` is 0; raises CannotListenError, and then listens on
         none.
         """
-        first = port
         for attempts_left in reversed(range(1 if port else ANY_PORTS_ATTEMPTS)):
             try:
-                await self._start(host, first)
+                await self._start(host, port or choice(PORTS_OF_SERVERS))
                 return
-            except CannotListenError:  # the first one was free, but one behind it was not
+            except CannotListenError:
                 if not attempts_left:
                     raise
-            first = choice(PORTS_OF_SERVERS)
 
     async def _start(self, host: str, port: int) -> None:
         for server in self.servers:
@@ -160,7 +154,6 @@ class GpuFleet:
                 await self.close()
                 reason = (failure.strerror or str(failure)).rpartition(": ")[2].lower()
                 raise CannotListenError(f"cannot listen on {host}:{wanted}: {reason}") from None
-            port = port or bound
             self.ports.append(bound)
 
     def kill(self, host: str, number: int) -> None:
@@ -190,15 +183,14 @@ class GpuFleet:
 
     def total(self) -> GpuStats:
         """Sums over all GPUs; of the largest and the most, the largest of any one GPU."""
-        total = GpuStats()
-        for stats in (server.gpu.stats() for server in self.servers):
-            total.calls += stats.calls
-            total.inputs += stats.inputs
-            total.largest_batch = max(total.largest_batch, stats.largest_batch)
-            total.in_flight += stats.in_flight
-            total.most_in_flight = max(total.most_in_flight, stats.most_in_flight)
-            total.busy_seconds = round(total.busy_seconds + stats.busy_seconds, 3)
-        return total
+        every = [server.gpu.stats() for server in self.servers]
+        largest = ("largest_batch", "most_in_flight")
+        return GpuStats(
+            **{
+                name: round((max if name in largest else sum)(getattr(each, name) for each in every), 3)
+                for name in GpuStats.__struct_fields__
+            }
+        )
 
     async def close(self) -> None:
         """Stop at once: running calls are cut off."""
@@ -217,3 +209,62 @@ async def serve_gpus(settings: SimulationSettings, host: str, port: int, workers
     fleet = GpuFleet(settings, workers)
     await fleet.start(host, port)
     return fleet
+
+
+# KServe V2: every tensor of a call comes back as an output of its name, texts reversed.
+
+
+class TensorAnswer(UpstreamResponse, frozen=True, gc=False):
+    """An answer with raw tensors behind its JSON."""
+
+    header_length: int | None = None
+
+
+class TensorBatch:
+    """The rows of a call."""
+
+    def __init__(self, model: str, call: V2Call) -> None:
+        self._model = model
+        self._call = call
+        self.inputs: list[bytes] = call.rows
+
+    def answer(self, count: int) -> UpstreamResponse:
+        """The answer to the first `count` rows."""
+        if not count:
+            return UpstreamResponse(200, b'{"outputs":[]}')
+        outputs = join_rows([read_row(mirrored(row)) for row in self.inputs[:count]])
+        steps = write_answer(self._model, "1", self._call.id, outputs, self._call.wanted)
+        while True:
+            try:
+                next(steps)
+            except StopIteration as end:
+                return TensorAnswer(200, b"".join(end.value.body), header_length=end.value.header_length)
+
+
+def read_tensors(model: str, headers: dict[bytes, bytes], body: bytes) -> TensorBatch:
+    """The batch of a call; raises CallRefusedError."""
+    try:
+        return TensorBatch(model, parse_call(headers, body))
+    except CarpoolError as error:
+        raise CallRefusedError(error.detail) from None
+
+
+def mirrored(row: bytes) -> Data:
+    """What comes back for one row."""
+    if is_packed(row):
+        return pack_tensors([_mirrored_raw(tensor) for tensor in unpack_tensors(row)])
+    given: dict[str, Any] = _decode(row)
+    tensors = [given] if "data" in given and isinstance(given["data"], list) else list(given.values())
+    for tensor in tensors:
+        if tensor["datatype"] == "BYTES":
+            tensor["data"] = [text[::-1] for text in tensor["data"]]
+    return msgspec.json.encode(tensors)
+
+
+def _mirrored_raw(tensor: RawTensor) -> RawTensor:
+    if tensor.datatype != "BYTES":
+        return tensor
+    try:
+        return tensor._replace(data=pack([text[::-1] for text in unpack(tensor.data, "BYTES")], "BYTES"))
+    except UnicodeDecodeError:
+        return tensor  # no text

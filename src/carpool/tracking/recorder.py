@@ -20,8 +20,17 @@ from carpool.core.events import Subscriber
 from carpool.core.outcome import NO_CALL, Outcome, Output
 from carpool.core.request import Request, facts_of_failure
 from carpool.core.timers import wait_for
-from carpool.tracking.records import BatchRow, RequestRow, batch_row, clean, request_row
-from carpool.tracking.stores import BadRowsError, Store, StoreAwayError, StoreUnusableError
+from carpool.tracking.records import (
+    BadRowsError,
+    BatchRow,
+    RequestRow,
+    Store,
+    StoreAwayError,
+    StoreUnusableError,
+    batch_row,
+    clean,
+    request_row,
+)
 
 logger = logging.getLogger("carpool.tracking")
 

@@ -1,4 +1,4 @@
-"""What is kept of requests and batches: one row each, at its end. Never what is in them. Pure.
+"""What is kept of requests and batches: one row each, at its end, never what is in them; and what a store of them does.
 
 1. The rows of requests are those that `carpool_requests_total` counts: one for each that was admitted and got an
    outcome. A request that was refused on admission has no row: a flood of refusals must not become a flood of rows. A
@@ -10,17 +10,20 @@
    shows beyond the monotonic one.
 4. What no database takes (a NUL, half of a character, a number that is too large) can be cleaned. That costs more than
    the row itself: so it is done only where a write has failed.
+5. Both stores get the same statements: parameters are `$1`, `$2`, …, which a store may write in its own way.
 """
 
 from collections.abc import Sequence
 from math import isfinite
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from carpool.core.batch import Batch
 from carpool.core.outcome import CallFacts
 from carpool.core.request import Request
+from carpool.core.timeline import BatchShown, RequestState, Wait, make_batch, parts_of
 
 # Rule 4: an index of PostgreSQL takes no text of more than some 2,700 bytes.
 TEXT_CHARS_MAX = 512
@@ -180,3 +183,124 @@ def record_of(row: Sequence[Any]) -> RequestRecord:
     found = dict(zip(RequestRecord.__struct_fields__, row, strict=True))
     times = {name: found[name] / 1e6 for name in ("created_at", "completed_at")}
     return RequestRecord(**found | times | {name: bool(found[name]) for name in ("is_task", "cached")})
+
+
+def state_of_record(record: RequestRecord, known: RequestState | None = None) -> RequestState:
+    """The state of a request that has ended; `known` may add what a process still knows of it."""
+    batch: BatchShown | UnsetType = UNSET
+    waits: list[Wait] | UnsetType = UNSET
+    if record.batch_id is not None:
+        batch = make_batch(record.batch_id, record.batch_size, record.reason, record.endpoint, record.attempts)
+        if record.queue_ms is not None:
+            # How long earlier calls took is not in the row: it is part of the rest.
+            call_s = None if record.upstream_ms is None else record.upstream_ms / 1000
+            before_call_s = None if call_s is None else 0.0
+            waits = parts_of(
+                record.latency_ms / 1000, record.queue_ms / 1000, before_call_s, call_s, record.reason or "", 1
+            )
+    return RequestState(
+        "completed" if record.error is None else "failed",
+        round(record.latency_ms, 2),
+        record.error,
+        None if known is None else known.client_id,
+        model=record.model,
+        owner=record.owner,
+        is_task=record.is_task,
+        cached=True if record.cached else UNSET,
+        batch=batch,
+        waits=waits,
+        kept=True,
+    )
+
+
+# All but `reason`, which is a column of batches.
+_RECORD = ", ".join(f"r.{name}" for name in RequestRecord.__struct_fields__[:-1])
+
+
+class StoreUnusableError(Exception):
+    """The store must not be used as it is; the text says what to do."""
+
+
+class StoreAwayError(Exception):
+    """The store does not answer, or failed; it may work later."""
+
+
+class BadRowsError(Exception):
+    """These rows can never be written."""
+
+
+class RequestQuestion(msgspec.Struct, frozen=True, kw_only=True):
+    """Which requests to find; a field that is left out does not restrict them."""
+
+    since: float = 0.0
+    owner: str | None = None
+    model: str | None = None
+    tier: str | None = None
+    batch_id: str | None = None
+    error: str | None = None
+    is_failed: bool = False
+    limit: int = 100
+
+
+class Store(Protocol):
+    """A store. Its methods raise the errors above, and no others."""
+
+    async def open(self) -> None:
+        """Get ready to write; raises StoreUnusableError."""
+        ...
+
+    async def write(self, requests: Sequence[RequestRow], batches: Sequence[BatchRow]) -> None:
+        """Write these, all or none. After StoreAwayError the recorder gives the same rows once more."""
+        ...
+
+    async def tidy(self, now: float) -> None:
+        """Remove rows that are too old at this Unix time, or too many."""
+        ...
+
+    async def init(self) -> str:
+        """Make the tables, or bring them up to date; returns what was done."""
+        ...
+
+    async def ask(self, statement: str, *values: Any) -> Sequence[Sequence[Any]]:
+        """The rows that a statement finds."""
+        ...
+
+    async def close(self) -> None:
+        """Use it no more."""
+        ...
+
+    async def find(self, request_id: str) -> RequestRecord | None:
+        """The last request with this id: clients choose ids, and may repeat them."""
+        found = await self.ask(
+            f"SELECT {_RECORD}, b.reason FROM carpool_requests r LEFT JOIN carpool_batches b ON b.id = r.batch_id "
+            "WHERE r.id = $1 ORDER BY r.completed_at DESC LIMIT 1",
+            request_id,
+        )
+        return record_of(found[0]) if found else None
+
+    async def requests(self, question: RequestQuestion) -> list[RequestRecord]:
+        """Requests that ended since then, the newest first."""
+        values: list[Any] = [microseconds(question.since)]
+        wanted = ["r.completed_at >= $1"]
+        for name in ("owner", "model", "tier", "batch_id", "error"):
+            if (value := getattr(question, name)) is not None:
+                values.append(value)
+                wanted.append(f"r.{name} = ${len(values)}")
+        if question.is_failed:
+            wanted.append("r.error IS NOT NULL")
+        values.append(question.limit)
+        text = f"SELECT {_RECORD}, NULL FROM carpool_requests r WHERE {' AND '.join(wanted)}"
+        return [
+            record_of(row)
+            for row in await self.ask(f"{text} ORDER BY r.completed_at DESC LIMIT ${len(values)}", *values)
+        ]
+
+    async def usage(self, since: float = 0.0, by: Literal["owner", "model", "tier"] = "owner") -> list[UsageRecord]:
+        """Sums of requests, tokens and GPU seconds since then, the most GPU seconds first."""
+        found = await self.ask(
+            f"SELECT r.{by}, count(*), count(r.error), sum(CASE WHEN r.cached THEN 1 ELSE 0 END), "
+            "CAST(coalesce(sum(r.tokens), 0) AS bigint), coalesce(sum(r.gpu_seconds), 0) "
+            f"FROM carpool_requests r WHERE r.completed_at >= $1 GROUP BY r.{by} ORDER BY 6 DESC, 2 DESC, 1",
+            microseconds(since),
+        )
+        return [UsageRecord(*row) for row in found]

@@ -12,8 +12,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
-from carpool.tracking.records import BatchRow, RequestRow, microseconds
-from carpool.tracking.stores import BadRowsError, Store, StoreAwayError, StoreUnusableError
+from carpool.tracking.records import (
+    BadRowsError,
+    BatchRow,
+    RequestRow,
+    Store,
+    StoreAwayError,
+    StoreUnusableError,
+    microseconds,
+)
 
 # Each brings a file to the next version; never changed, only added to.
 MIGRATIONS = (

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from carpool.cli.sim import simulated_gpus
-from carpool.tools.bench.run import Answered
-from carpool.tools.bench.tiers import TierLoad
+from carpool.tools.bench.run import Answered, TierLoad
 from support.checker import Verdict
 from support.keyed_load import MIX, TIER_KEYS, Key, Keys, Loaded, p99_ms, send_load
 from support.processes import until

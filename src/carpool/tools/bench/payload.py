@@ -2,12 +2,20 @@
 
 The input is a JSON string of a fixed length: a run id and the request's number (together a nonce that no
 other request has), then filler that is the same for all. The upstream answers it reversed, so the answer is known in
-advance. All but the number is built once: making a request is one join.
+advance. All but the number is built once: making a request is one join. Over `/v1/embeddings` the input is the same
+text, and its vector is what the simulated GPU makes of that, which begins with a checksum of 24 bits.
 """
 
-from typing import Any
+from array import array
+from base64 import b64decode
+from functools import lru_cache
+from typing import Any, Literal
 
 import msgspec
+
+from carpool.upstream.simulated import first_of_vector, rest_of_vector
+
+Face = Literal["http", "openai"]
 
 NUMBER_DIGITS = 8
 RUN_ID_DIGITS = 12
@@ -52,8 +60,6 @@ class Payload:
         poison: str = "",
         poison_every: int = 0,
     ) -> None:
-        if size < PAYLOAD_BYTES_MIN:
-            raise ValueError(f"payload of {size} bytes is too small, the least is {PAYLOAD_BYTES_MIN}")
         identity = run_id.encode().rjust(RUN_ID_DIGITS, b"0")
         filler_size = size - PAYLOAD_BYTES_MIN
         filler = (FILLER_ALPHABET * (filler_size // len(FILLER_ALPHABET) + 1))[:filler_size]
@@ -99,3 +105,49 @@ class Payload:
             return NOT_TOLD
         queue_ms, batch_size = answer.metadata.queue_ms, answer.metadata.batch_size
         return (-1.0 if queue_ms is None else queue_ms, batch_size or 0)
+
+
+class _Embedding(msgspec.Struct):
+    embedding: str
+
+
+class _Embeddings(msgspec.Struct):
+    data: list[_Embedding]
+
+
+_decode_embeddings = msgspec.json.Decoder(_Embeddings).decode
+
+
+class EmbeddingsPayload(Payload):
+    """`/v1/embeddings` of one text, in base64, which SDKs ask for by default."""
+
+    # Set by the first right answer; a vector of another length is wrong from then on. 0: none came yet.
+    dimensions = 0
+
+    def _body(self, model: str | None) -> tuple[str, bytes, bytes]:
+        named = b"" if model is None else b',"model":%b' % msgspec.json.encode(model)
+        return "/v1/embeddings", b'{"input":', b',"encoding_format":"base64"%b}' % named
+
+    def verify(self, data: bytes, start: int, number: bytes) -> Journey | None:
+        """Whether it is the one vector of this text."""
+        try:
+            (found,) = _decode_embeddings(data[start:]).data
+            vector = b64decode(found.embedding, validate=True)
+        except (msgspec.DecodeError, ValueError):
+            return None
+        dimensions, odd = divmod(len(vector), 4)
+        if odd or not dimensions or dimensions != (self.dimensions or dimensions):
+            return None
+        first = first_of_vector(b'"%b"' % self.expected_output(number)[::-1].encode())
+        if vector != array("f", [first]).tobytes() + _packed_rest(dimensions):
+            return None
+        self.dimensions = dimensions
+        return NOT_TOLD
+
+
+@lru_cache(4)
+def _packed_rest(dimensions: int) -> bytes:
+    return array("f", msgspec.json.decode(b"[0" + rest_of_vector(dimensions), type=list[float])[1:]).tobytes()
+
+
+PAYLOADS: dict[Face, type[Payload]] = {"http": Payload, "openai": EmbeddingsPayload}

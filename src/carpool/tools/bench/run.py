@@ -1,4 +1,9 @@
-"""One run from options to report."""
+"""One run, from its options to its report: what is sent, when requests are due, and the load of each tier.
+
+1. Arrivals are made on a scale where one arrival is expected per unit, so the gaps do not depend on the rate, and
+   mapped back to seconds through the rate of their step: a pause between two steps holds none.
+2. An API key is never on the command line, where `ps` shows it: it is in a file, or in the environment.
+"""
 
 import asyncio
 import gc
@@ -8,8 +13,10 @@ import secrets
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain, repeat
+from math import log
 from pathlib import Path
 from random import Random
 from typing import Literal
@@ -18,38 +25,175 @@ from urllib.parse import urlsplit
 import msgspec
 
 from carpool.core.clock import monotonic
-from carpool.tools.bench.connection import Part, Target
-from carpool.tools.bench.embeddings import PAYLOADS, Face
-from carpool.tools.bench.generator import LoadGenerator
-from carpool.tools.bench.payload import PAYLOAD_BYTES_MIN, RUN_ID_DIGITS, Payload
-from carpool.tools.bench.report import progress_text
-from carpool.tools.bench.schedule import (
-    BadOption,
-    Segment,
-    arrivals,
-    even_gaps,
-    mean_rate,
-    parse_schedule,
-    poisson_gaps,
-)
+from carpool.tools.bench.generator import LoadGenerator, Part, Target
+from carpool.tools.bench.payload import PAYLOAD_BYTES_MIN, PAYLOADS, RUN_ID_DIGITS, Face, Payload
 from carpool.tools.bench.tally import Report, Tally
-from carpool.tools.bench.tiers import TierLoad, read_key, turns
 
 Mode = Literal["sync", "task"]
-KEY_VARIABLE = "CARPOOL_API_KEY"
 Arrivals = Literal["poisson", "uniform"]
-
-# How often the request that tries a face is sent again if it is refused.
-FIRST_RETRIES = 5
+KEY_VARIABLE = "CARPOOL_API_KEY"
 # Descriptors that are not connections: standard streams, the loop's own, libraries, room for reconnects.
 SPARE_FILES = 64
-PROGRESS_S = 5.0
 # Bounds of the number of connections when the command line does not say it.
 COMMON_LATENCY_S_MAX, CONNECTIONS_MIN, CONNECTIONS_MAX = 0.5, 100, 10_000
+FROM_ENVIRONMENT = "env:"
+# Turns in which requests of the tiers come: shares are exact to a thousandth.
+TURNS = 1000
+DURATION_UNITS_S = (("ms", 0.001), ("s", 1.0), ("m", 60.0), ("h", 3600.0))
+# How often the request that tries a face is sent again if it is refused.
+FIRST_RETRIES = 5
+PROGRESS_S = 5.0
 
 
-class NotVerifiable(Exception):
-    """The answers of this face cannot be verified; the message says why, and what it takes."""
+class BadOption(ValueError):
+    """An option cannot be used; the message says which and why, in one line, and shows no key."""
+
+
+class Segment(msgspec.Struct, frozen=True):
+    """A stretch of time with one rate."""
+
+    rate: float
+    duration_s: float
+
+    @property
+    def expected(self) -> float:
+        """How many arrivals this segment is expected to bring."""
+        return self.rate * self.duration_s
+
+
+def parse_duration(text: str) -> float:
+    """Seconds meant by `500ms`, `10s`, `2m`, `1h` or a plain number of seconds."""
+    number, unit_s = text.strip(), 1.0
+    for suffix, seconds in DURATION_UNITS_S:
+        if number.endswith(suffix):
+            number, unit_s = number.removesuffix(suffix), seconds
+            break
+    duration_s = _number(number, f"{text!r} is not a time such as 500ms, 10s or 2m") * unit_s
+    if duration_s <= 0:
+        raise BadOption(f"{text!r} is not a time above 0")
+    return duration_s
+
+
+def parse_schedule(text: str) -> list[Segment]:
+    """The segments of a schedule in the syntax of --schedule."""
+    segments = [_parse_part(part.strip()) for part in text.split(",")]
+    if not any(segment.expected for segment in segments):
+        raise BadOption(f"{text!r} never sends anything: every rate is 0")
+    return segments
+
+
+def _parse_part(part: str) -> Segment:
+    text, colon, time = part.partition(":")
+    if not colon:
+        raise BadOption(f"{part!r} is not RATE:TIME")
+    rate = _number(text, f"{text!r} is not a rate in requests per second")
+    if rate < 0:
+        raise BadOption(f"{text!r} is a rate below 0")
+    return Segment(rate, parse_duration(time))
+
+
+def _number(text: str, complaint: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        raise BadOption(complaint) from None
+    if not abs(number) < float("inf"):  # also refuses NaN
+        raise BadOption(complaint)
+    return number
+
+
+def poisson_gaps(uniform: Callable[[], float]) -> Iterator[float]:
+    """Endless exponential gaps of mean 1, from `uniform` numbers in [0, 1)."""
+    while True:
+        yield -log(1.0 - uniform())
+
+
+def even_gaps() -> Iterator[float]:
+    """Endless gaps of exactly 1, the first half as long so that rounding cannot add an arrival at the end."""
+    return chain((0.5,), repeat(1.0))
+
+
+def arrivals(segments: Sequence[Segment], gaps: Iterator[float]) -> Iterator[float]:
+    """Arrival times in seconds after the start, ascending, one for each gap until the segments end."""
+    begun_s = 0.0
+    # Arrivals expected between the start of this segment and the next arrival.
+    ahead = next(gaps)
+    for segment in segments:
+        while ahead < segment.expected:
+            yield begun_s + ahead / segment.rate
+            ahead += next(gaps)
+        ahead -= segment.expected
+        begun_s += segment.duration_s
+
+
+def mean_rate(segments: Sequence[Segment]) -> float:
+    """Requests per second over the whole schedule."""
+    return sum(segment.expected for segment in segments) / sum(segment.duration_s for segment in segments)
+
+
+class TierLoad(msgspec.Struct, frozen=True):
+    """One tier of the load."""
+
+    name: str
+    share: float
+    key: str
+
+    def __repr__(self) -> str:
+        """Without the key."""
+        return f"TierLoad({self.name!r}, {self.share:g})"
+
+
+def parse_tiers(text: str) -> list[TierLoad]:
+    """The tiers in the syntax of --tiers, with their keys."""
+    tiers = [_parse_tier(part.strip()) for part in text.split(",")]
+    if len({tier.name for tier in tiers}) < len(tiers):
+        raise BadOption("a tier is named twice")
+    return tiers
+
+
+def _parse_tier(part: str) -> TierLoad:
+    name, equals, rest = part.partition("=")
+    source, colon, share_text = rest.rpartition(":")
+    if not name or not equals or not colon:
+        raise BadOption(f"{part!r} is not NAME=KEYFILE:SHARE")
+    try:
+        share = float(share_text)
+    except ValueError:
+        share = 0.0
+    if not 0 < share < float("inf"):
+        raise BadOption(f"{share_text!r} is not a share above 0")
+    return TierLoad(name, share, read_key(source))
+
+
+def read_key(source: str) -> str:
+    """The key in a file, or behind `env:` in a variable; "" without a source."""
+    if not source:
+        return ""
+    if source.startswith(FROM_ENVIRONMENT):
+        variable = source.removeprefix(FROM_ENVIRONMENT)
+        key = os.environ.get(variable, "")
+        where = f"environment variable {variable!r}"
+    else:
+        where = f"file {source!r}"
+        try:
+            key = Path(source).read_text().strip()
+        except (OSError, UnicodeDecodeError) as fault:
+            raise BadOption(f"{where} cannot be read: {getattr(fault, 'strerror', 'not text')}") from None
+    if not key or not key.isascii() or not key.isprintable() or " " in key:
+        raise BadOption(f"{where} has no key in it")
+    return key
+
+
+def turns(tiers: Sequence[TierLoad], seed: int) -> list[int]:
+    """Whose turn it is: places in `tiers`, each as often as its share says, in an order without a pattern."""
+    total = sum(tier.share for tier in tiers)
+    order: list[int] = []
+    share = 0.0
+    for place, tier in enumerate(tiers):
+        share += tier.share / total
+        order += [place] * (round(share * TURNS) - len(order))
+    Random(seed).shuffle(order)
+    return order
 
 
 class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -142,6 +286,10 @@ def default_connections(segments: list[Segment]) -> int:
 
 def _files(limit: int) -> int:
     return sys.maxsize if limit == resource.RLIM_INFINITY else limit
+
+
+class NotVerifiable(Exception):
+    """The answers of this face cannot be verified; the message says why, and what it takes."""
 
 
 class Answered(msgspec.Struct, frozen=True):
@@ -284,6 +432,16 @@ def _recorded(began: float, tallies: list[Tally]) -> list[Answered]:
         for due, latency_s, outcome in tally.record or ()
     ]
     return sorted(found, key=lambda answered: answered.due_s)
+
+
+def progress_text(tally: Tally, rate: float) -> str:
+    """One line on the run so far; `rate` is of late, the rest since the start."""
+    p50, p99 = tally.latency.percentile(0.5), tally.latency.percentile(0.99)
+    latency = "-" if p50 is None or p99 is None else f"p50 {p50:.1f} ms  p99 {p99:.1f} ms"
+    return (
+        f"{rate:,.0f}/s  ok {tally.ok:,}  errors {tally.errors + tally.unasked:,}  wrong {tally.wrong:,}  "
+        f"in flight {tally.in_flight:,}  {latency}"
+    )
 
 
 async def _tell_progress(tally: Tally, say: Callable[[str], None]) -> None:

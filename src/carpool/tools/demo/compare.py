@@ -8,11 +8,12 @@ as for one input, as GPUs do, about, as long as a batch does not fill them.
 import asyncio
 import os
 import sys
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from heapq import heapify, heapreplace
 from math import ceil, inf
 from random import Random
-from typing import cast
+from typing import Any, cast
 
 import msgspec
 
@@ -35,53 +36,32 @@ P99_MS_MAX = 500.0
 SECONDS, ARRIVALS_MAX = 6.0, 4000
 # The share of first arrivals that does not count: they find everything idle.
 WARM_UP = 0.2
-GPUS_MAX = 4096
+SPARE_GPUS = 32
 # A fleet that is busier than this is not enough, even if it keeps up for a few seconds.
 BUSY_MAX = 0.95
 
 
-class Side(msgspec.Struct, frozen=True):
-    """The result of one of the two."""
+def compare(
+    rate: float, gpus: int, latency_ms: float, policy: PolicyName = "adaptive", seed: int = 1
+) -> dict[str, Any]:
+    """Both at this rate: `p99_ms` with these GPUs, None if they cannot keep up; `gpus_needed` to hold P99_MS_MAX."""
+    arrivals = draw_arrivals(rate)
 
-    # With the given GPUs. None: they cannot keep up, and the queue grows without end.
-    p99_ms: float | None
-    # GPUs needed to hold P99_MS_MAX.
-    gpus_needed: int
-
-
-class Comparison(msgspec.Struct, frozen=True):
-    """Both sides at one load."""
-
-    rate: float
-    gpus: int
-    p99_ms_max: float
-    one_by_one: Side
-    carpool: Side
-
-
-def compare(rate: float, gpus: int, latency_ms: float, policy: PolicyName = "adaptive", seed: int = 1) -> Comparison:
-    """Both at this rate."""
-    arrivals = draw_arrivals(rate, seed)
-
-    def side(latencies: Callable[[int], Sequence[float]], inputs_a_call: int) -> Side:
+    def side(latencies: Callable[[int], Sequence[float]], inputs_a_call: int) -> dict[str, Any]:
         # How many GPUs are busy all the time.
         load = len(arrivals) / arrivals[-1] * latency_ms / 1000 / inputs_a_call
         needed = fewest(lambda count: p99_ms(latencies(count)) <= P99_MS_MAX, load)
         # Without a steady state latencies only tell how long the simulation ran.
-        return Side(p99_ms(latencies(gpus)) if load < gpus else None, needed)
+        return {"p99_ms": p99_ms(latencies(gpus)) if load < gpus else None, "gpus_needed": needed}
 
-    return Comparison(
-        rate,
-        gpus,
-        P99_MS_MAX,
-        side(lambda count: one_by_one(arrivals, count, latency_ms), 1),
-        side(lambda count: Ride(arrivals, count, latency_ms, policy).run(), BATCHING.max_batch),
-    )
+    one = side(lambda count: one_by_one(arrivals, count, latency_ms), 1)
+    carpool = side(lambda count: Ride(arrivals, count, latency_ms, policy).run(), BATCHING.max_batch)
+    return {"rate": rate, "gpus": gpus, "p99_ms_max": P99_MS_MAX, "one_by_one": one, "carpool": carpool}
 
 
-def draw_arrivals(rate: float, seed: int) -> list[float]:
-    """Poisson arrivals."""
-    random = Random(seed)
+def draw_arrivals(rate: float) -> list[float]:
+    """Poisson arrivals, the same each time."""
+    random = Random(1)
     seconds = min(SECONDS, ARRIVALS_MAX / rate)
     arrivals = [random.expovariate(rate)]
     while arrivals[-1] < seconds or len(arrivals) < 50:
@@ -103,17 +83,10 @@ def one_by_one(arrivals: Sequence[float], gpus: int, latency_ms: float) -> list[
 
 
 def fewest(is_enough: Callable[[int], bool], load: float) -> int:
-    """The smallest number of GPUs that is enough. `load`: how many are busy all the time."""
-    low = high = max(1, ceil(load / BUSY_MAX))
-    while not is_enough(high) and high < GPUS_MAX:
-        low, high = high + 1, max(high + 1, ceil(high * 1.2))
-    while low < high:
-        middle = (low + high) // 2
-        if is_enough(middle):
-            high = middle
-        else:
-            low = middle + 1
-    return high
+    """The smallest number of GPUs that is enough. `load`: how many are busy all the time; twice as many do not wait."""
+    low = max(1, ceil(load / BUSY_MAX))
+    counts = range(low, 2 * low + SPARE_GPUS)
+    return low + bisect_left(counts, True, key=is_enough)
 
 
 def p99_ms(latencies: Sequence[float]) -> float:
@@ -137,8 +110,7 @@ class Ride:
         )
         self._gpu = SimulationSettings(latency_ms=latency_ms, max_batch=BATCHING.max_batch)
         self._latencies = [0.0] * len(arrivals)
-        self._settled = 0
-        self._arrived = 0
+        self._left = len(arrivals)
 
     def run(self) -> list[float]:
         """Latencies in ms, in the order of arrival."""
@@ -149,23 +121,21 @@ class Ride:
         return lambda address: SimulatedEndpoint(address.url, self._gpu, clock=self._clock)
 
     async def _run(self) -> None:
-        self._engine = Engine(Runtime(self._settings, self._clock, Random(1).random, self._endpoints))
+        engine = Engine(Runtime(self._settings, self._clock, Random(1).random, self._endpoints))
         self._all_settled = asyncio.Event()
-        asyncio.get_running_loop().call_at(self._arrivals[0], self._arrive)
-        await self._engine.run(self._all_settled.wait())
+        await engine.run(self._send(engine))
 
-    def _arrive(self) -> None:
-        at = self._arrivals[self._arrived]
-        self._engine.admit(Request(str(self._arrived), MODEL, b"", b"1", 1, 0, at, at, inf, inf, self))
-        self._arrived += 1
-        if self._arrived < len(self._arrivals):
-            asyncio.get_running_loop().call_at(self._arrivals[self._arrived], self._arrive)
+    async def _send(self, engine: Engine) -> None:
+        for number, at in enumerate(self._arrivals):
+            await asyncio.sleep(at - self._clock())
+            engine.admit(Request(str(number), MODEL, b"", b"1", 1, 0, at, at, inf, inf, self))
+        await self._all_settled.wait()
 
     def settled(self, request: Request, outcome: Outcome) -> None:
         """Note how long a request took."""
         self._latencies[int(request.id)] = (self._clock() - request.arrived) * 1000
-        self._settled += 1
-        if self._settled == len(self._arrivals):
+        self._left -= 1
+        if not self._left:
             self._all_settled.set()
 
 

@@ -21,9 +21,7 @@ from carpool.core.errors import Malformed
 from carpool.core.ports import Caller
 from carpool.face.http.exchange import Exchange
 from carpool.settings.schema import TierSettings
-from carpool.tools.bench.run import BenchOptions, default_connections
-from carpool.tools.bench.schedule import Segment
-from carpool.tools.bench.tiers import TierLoad
+from carpool.tools.bench.run import BenchOptions, Segment, TierLoad, default_connections
 from carpool.tools.demo import reachable
 
 logger = logging.getLogger("carpool")
