@@ -18,7 +18,7 @@ from carpool.face.http.cors import Cors
 from carpool.face.http.faces import INFER, has_face
 from carpool.face.http.gateway import GatewayRoutes, HttpFaceSettings
 from carpool.face.http.kserve_v2 import KServeV2Routes
-from carpool.face.http.list_routes import add_list_faces
+from carpool.face.http.list_faces import add_list_faces
 from carpool.face.http.lists import Answers
 from carpool.face.http.openapi import gateway_openapi
 from carpool.face.http.places import Places
@@ -27,9 +27,8 @@ from carpool.face.http.server import HttpServer
 from carpool.face.http.state import UNREAD_BYTES_MAX, WRITE_TIMEOUT_S, HttpLimits
 from carpool.face.http.stream import StreamLimits
 from carpool.face.http.streams import PATH as STREAM
-from carpool.face.http.streams import WebSocketStreams
+from carpool.face.http.streams import Tickets, WebSocketStreams
 from carpool.face.http.task_events import TaskEvents
-from carpool.face.http.tickets import Tickets
 from carpool.face.intake import WAIT_MS_MAX
 from carpool.service import ModelFace
 from carpool.settings import Settings, total_timeout_s

@@ -16,9 +16,19 @@ from carpool.core.errors import CarpoolError, all_errors
 from carpool.core.problem import Problem
 from carpool.core.snapshot import FleetState, Health
 from carpool.core.timeline import RequestState
-from carpool.face.http.answers import InferenceAnswer, PredictAnswer, Ready, StreamTicket, TaskAccepted, TaskState
-from carpool.face.http.dead_letters import LettersDropped, LetterShown, LettersListed
-from carpool.face.http.webhooks import WebhooksListed, WebhooksRetried
+from carpool.face.http.answers import (
+    InferenceAnswer,
+    LettersDropped,
+    LetterShown,
+    LettersListed,
+    PredictAnswer,
+    Ready,
+    StreamTicket,
+    TaskAccepted,
+    TaskState,
+    WebhooksListed,
+    WebhooksRetried,
+)
 from carpool.face.http.wire import InferenceCall, PredictCall
 
 Json = dict[str, Any]

@@ -15,9 +15,8 @@ from typing import Any, cast
 from carpool.core.clock import STOOD_STILL_S, Clock, monotonic
 from carpool.core.timers import Every
 from carpool.face.http.connection import LINGER_S, UNREAD_BYTES_MIN, Connection
-from carpool.face.http.error_pace import ErrorPace
 from carpool.face.http.exchange import Exchange
-from carpool.face.http.state import ExtraLines, HttpLimits, HttpState
+from carpool.face.http.state import ErrorPace, ExtraLines, HttpLimits, HttpState
 
 TICK_S = 0.05
 # Each tick looks at one of so many parts of the connections, so that ten thousand cost no noticeable pause.

@@ -1,6 +1,7 @@
 """What the connections of one server share: limits, a coarse clock, starts of responses, and what they hold."""
 
 import asyncio
+from collections import deque
 from collections.abc import Callable
 from email.utils import formatdate
 
@@ -9,8 +10,7 @@ import msgspec
 from carpool.core.clock import Clock, monotonic
 from carpool.core.errors import CarpoolError
 from carpool.core.ports import RequestTraces
-from carpool.core.timers import SharedTurns
-from carpool.face.http.error_pace import ErrorPace
+from carpool.core.timers import OncePerTurn, SharedTurns
 from carpool.face.http.exchange import JSON, REASONS, Exchange
 from carpool.face.http.known_heads import KnownHeads
 from carpool.face.http.problem import PROBLEM, ReadyProblem, ready_problem
@@ -19,8 +19,8 @@ from carpool.face.http.problem import PROBLEM, ReadyProblem, ready_problem
 READY_MAX = 1024
 # Reading a longer body takes a while: its request waits for a turn. JSON that is made to be hard takes 40 ms a MiB.
 LONG_BODY_BYTES = 16 * 1024
-
-
+# Each takes some 30 us, most of it to write: a turn lasts a few milliseconds.
+ERRORS_A_TURN = 100
 # Responses that clients have not read yet, over all connections that are behind with reading: of 1 MB, 256.
 UNREAD_BYTES_MAX = 256 * 1024 * 1024
 # A client that takes less than 4 KB of a response in this time is cut off: a modem takes more.
@@ -45,6 +45,42 @@ class HttpLimits(msgspec.Struct, frozen=True):
     connections_max: int = 10_000
     # New connections accepted in a turn of the event loop, about; the listener needs so many files for it (server.py).
     accepted_a_turn: int = 1
+
+
+class ErrorPace:
+    """At most ERRORS_A_TURN errors leave in a turn of the event loop; the others wait for the next turns.
+
+    A client that is refused may ask again at once. With a thousand such connections the event loop finds new requests
+    as fast as it refuses, and comes to nothing else. Refusals that wait a few milliseconds keep those clients waiting
+    too. Requests behind a waiting error are not handled before it leaves: a connection has one place here.
+    """
+
+    def __init__(self) -> None:
+        self._left = ERRORS_A_TURN
+        self._waiting: deque[Callable[[], None]] = deque()
+        self._turn = OncePerTurn(self._next_turn)
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def is_now(self, send: Callable[[], None]) -> bool:
+        """Whether one more may leave now; else `send` is called when it may."""
+        turn = self._turn
+        if not turn.is_due:  # a call less for most of them
+            turn.notify()
+        if self._left > 0:
+            self._left -= 1
+            return True
+        self._waiting.append(send)
+        return False
+
+    def _next_turn(self) -> None:
+        number = min(len(self._waiting), ERRORS_A_TURN)
+        self._left = ERRORS_A_TURN - number
+        for _ in range(number):
+            self._waiting.popleft()()
+        if self._waiting:
+            self._turn.notify()
 
 
 # Header lines for the answer to a request with these headers, also if it is refused before the handler sees it.

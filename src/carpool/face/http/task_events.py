@@ -20,9 +20,9 @@ from carpool.core.task import StoredTask
 from carpool.core.timers import Every
 from carpool.face.http.exchange import Exchange, ExchangeWorker
 from carpool.face.http.gateway import possible_task_id, task_json
+from carpool.face.http.live import EVENT_STREAM, HEADERS, HEARTBEAT, event_of, retry_after
 from carpool.face.http.places import Places
 from carpool.face.http.problem import respond_problem
-from carpool.face.http.server_sent import EVENT_STREAM, HEADERS, HEARTBEAT, event_of, retry_after
 from carpool.face.intake import Intake
 
 logger = logging.getLogger("carpool.http")
