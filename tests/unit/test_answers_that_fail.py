@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from carpool.core.errors import QueueFull
+from carpool.core.errors import CarpoolError, QueueFull
 from carpool.core.outcome import CallFacts, Output
 from carpool.core.ports import Peer
 from carpool.core.tensors import RawTensor, pack_tensors
@@ -86,11 +86,12 @@ async def test_kserve_v2(value: Any, status: int) -> None:
         wire, answers = Wire(), Answers(1000)
         wire.fails = fails
         reply = infer(wire, answers, 1)
+        told: CarpoolError | None = None
         try:
-            row: Any = reply.came(0, Output(value, FACTS))
+            reply.came(0, Output(value, FACTS))
         except Exception as failure:  # as a group does it
-            row = as_error(failure)
-        reply.answer([row], None)
+            told = as_error(failure)
+        reply.answer([told], None)
         assert wire.statuses == [500 if fails else status] and answers.held == 0
 
 

@@ -13,11 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import Raw
 
+from carpool.core import timers
 from carpool.core.errors import CarpoolError, ClientLeft, InputRefused, Malformed, UpstreamProtocolFault
 from carpool.core.outcome import Outcome, Output
 from carpool.core.ports import Peer
 from carpool.core.tensors import Data
-from carpool.face.http import list_bodies, lists
+from carpool.face.http import list_bodies
 from carpool.face.http.exchange import Body, Exchange
 from carpool.face.http.list_bodies import fields_of, texts_of, values_of, vector
 from carpool.face.http.lists import Answers, ListCall, ListFace, Singles, Work
@@ -115,7 +116,9 @@ class Desk:
         self.work = Work(face, self.exchange, self.call, "id")
 
     def come(self, values: Sequence[bytes]) -> None:
-        self.work.answer([self.work.came(number, make_output(value)) for number, value in enumerate(values)], None)
+        for number, value in enumerate(values):
+            self.work.came(number, make_output(value))
+        self.work.answer([None] * len(values), None)
 
     async def turns(self, number: int = 50) -> None:
         for _ in range(number):
@@ -153,7 +156,7 @@ async def test_a_long_answer_leaves_in_parts_as_it_is_read() -> None:
 
 
 async def test_pieces_are_made_over_some_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lists, "TURN_BYTES", 1000)
+    monkeypatch.setattr(timers, "TURN_S", 0.0)
     values = numbers(40, 100)
     desk = Desk(len(values))
     desk.come(values)
@@ -165,21 +168,16 @@ async def test_pieces_are_made_over_some_turns(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("is_later", [False, True])
 async def test_a_piece_that_cannot_be_made_is_named(monkeypatch: pytest.MonkeyPatch, is_later: bool) -> None:
-    monkeypatch.setattr(lists, "TURN_BYTES", 100)
-    desk = Desk(5)
-    values = [b"1", b"2", b"3", b"bad", b"5"]
+    desk, values = Desk(5), [b"1", b"2", b"3", b"bad", b"5"]
     if is_later:
-        values[0] = b"1" * 200
+        monkeypatch.setattr(timers, "TURN_S", 0.0)
         desk.come(values)
         await desk.turns()
-        assert json.loads(desk.sink.written) == {"error": "`inputs[3]`: bad"}
-        assert desk.sink.status == 502
     else:
-        with pytest.raises(UpstreamProtocolFault):  # its group tells that
+        with pytest.raises(ClientLeft):  # its group cancels the others
             desk.come(values)
-        desk.work.answer([UpstreamProtocolFault("bad")], 3)
-        assert json.loads(desk.sink.written) == {"error": "`inputs[3]`: bad"}
-    assert desk.answers.held == 0
+    assert json.loads(desk.sink.written) == {"error": "`inputs[3]`: bad"}
+    assert (desk.sink.status, desk.answers.held) == (502, 0)
 
 
 async def test_a_defect_ends_the_call_with_an_error() -> None:
@@ -202,7 +200,8 @@ async def test_a_defect_in_the_middle_of_an_answer_breaks_it_off(monkeypatch: py
 
 @pytest.mark.parametrize("when", ["coming", "making", "writing"])
 async def test_who_leaves_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch, when: str) -> None:
-    monkeypatch.setattr(lists, "TURN_BYTES", 10_000)
+    if when != "writing":
+        monkeypatch.setattr(timers, "TURN_S", 0.0)
     desk, values = Desk(500, room=2), numbers(500, 1000)
     if when == "coming":
         for number, value in enumerate(values[:100]):

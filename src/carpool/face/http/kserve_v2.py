@@ -158,14 +158,13 @@ class InferWork(Work):
         super().__init__(face, exchange, call, own_id)
         self._version = call.model.tensors.version if call.model.tensors else ""
 
-    def came(self, number: int, output: Output) -> Row:
+    def piece(self, number: int, output: Output) -> Row:
         """The output of one row."""
         if number == 0:
             self._version = output.call.model_version or self._version
-        self._hold(len(output.value))
         return read_row(output.value)
 
-    def _go_on(self) -> None:
+    def _respond(self) -> None:
         call, outputs = self._call, join_rows(self._parts)
         steps = write_answer(call.model.name, self._version, call.id, outputs, call.how)
         self._face.answers.turns.now(partial(self._write, steps))
