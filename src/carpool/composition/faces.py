@@ -16,7 +16,7 @@ from carpool.composition.webhooks import callback_check
 from carpool.core.snapshot import SheddingNumbers
 from carpool.face.http.cors import Cors
 from carpool.face.http.faces import INFER, has_face
-from carpool.face.http.gateway import GatewayRoutes, HttpFaceSettings
+from carpool.face.http.gateway import GatewayRoutes
 from carpool.face.http.kserve_v2 import KServeV2Routes
 from carpool.face.http.list_faces import add_list_faces
 from carpool.face.http.lists import Answers
@@ -73,7 +73,6 @@ class Faces:
         intake = admission.intake
         routes = GatewayRoutes(
             intake,
-            face_settings(settings),
             gateway_openapi(
                 list(runtime.models),
                 settings.model,
@@ -84,6 +83,7 @@ class Faces:
             ),
             runtime.tracer,
             callback_check(settings.webhooks),
+            forget_after_read=settings.tasks.forget_after_read,
         )
         answers = self._answers = Answers(UNREAD_BYTES_MAX, intake.turns)
         add_list_faces(routes.router, intake, answers, admission.is_down, runtime.tracer)
@@ -212,12 +212,6 @@ async def close_server(server: Server) -> None:
     """Close whatever is open, now."""
     server.stop_listening()
     await server.finish(0.0)
-
-
-def face_settings(settings: Settings) -> HttpFaceSettings:
-    """What the HTTP face must know of the configuration."""
-    tasks = settings.tasks
-    return HttpFaceSettings(WAIT_MS_MAX, tasks.forget_after_read)
 
 
 def http_limits(settings: Settings, models: Sequence[ModelFace]) -> HttpLimits:

@@ -25,7 +25,7 @@ import asyncio
 import logging
 from collections import deque
 from functools import partial
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, cast
 
 import msgspec
 from msgspec import UNSET
@@ -33,7 +33,6 @@ from websockets.frames import Frame, Opcode
 from websockets.protocol import OPEN, SERVER
 from websockets.protocol import Protocol as Frames
 
-from carpool.core.clock import Clock
 from carpool.core.errors import (
     CarpoolError,
     Draining,
@@ -41,17 +40,20 @@ from carpool.core.errors import (
     Malformed,
     RateLimited,
     Unauthorized,
+    without_frames,
 )
-from carpool.core.ports import NO_OPTIONS, Caller, LimitVerdict, RequestOptions, RequestTraces
-from carpool.core.request import DONE, Request, Waiter
+from carpool.core.ports import NO_OPTIONS, Caller, LimitVerdict, RequestOptions
+from carpool.core.request import DONE, Request
 from carpool.core.tensors import Data
-from carpool.core.timers import TURN_S, SharedTurns
+from carpool.core.timers import TURN_S
 from carpool.face.http.exchange import Exchange, ExchangeWorker
 from carpool.face.http.gateway import too_large_for, with_trace
-from carpool.face.http.state import HttpState
 from carpool.face.http.stream_messages import BadCall, StreamCall, decode_message, error_pieces
 from carpool.face.http.wire import Pieces, canonical_parameters, checked_input
-from carpool.face.intake import Intake, new_request_id
+from carpool.face.intake import new_request_id
+
+if TYPE_CHECKING:
+    from carpool.face.http.streams import WebSocketStreams
 
 logger = logging.getLogger("carpool.http")
 
@@ -87,50 +89,10 @@ class StreamLimits(msgspec.Struct, frozen=True):
     idle_timeout_s: float = 300.0
 
 
-class Home(Waiter, Protocol):
-    """What all streams of a process share."""
-
-    intake: Intake
-    state: HttpState
-    limits: StreamLimits
-    clock: Clock
-    # None where nothing is traced.
-    traces: RequestTraces | None
-    is_draining: bool
-    # The turns in which all streams work.
-    turns: SharedTurns
-
-    def closed(self, stream: "WebSocketStream") -> None:
-        """A stream has ended."""
-        ...
-
-
 class WebSocketStream(ExchangeWorker):
     """One stream."""
 
-    __slots__ = (
-        "_asked",
-        "_calls",
-        "_exchange",
-        "_fragments",
-        "_heard",
-        "_is_behind",
-        "_is_due",
-        "_is_over",
-        "_message",
-        "_out",
-        "_partial_bytes",
-        "_partial_since",
-        "_pinged",
-        "_protocol",
-        "_shown",
-        "_streams",
-        "_unparsed",
-        "_used",
-        "owner",
-    )
-
-    def __init__(self, streams: Home, exchange: Exchange, owner: str, shown: dict[bytes, bytes]) -> None:
+    def __init__(self, streams: "WebSocketStreams", exchange: Exchange, owner: str, shown: dict[bytes, bytes]) -> None:
         self._streams = streams
         self._exchange = exchange
         self.owner = owner
@@ -275,13 +237,10 @@ class WebSocketStream(ExchangeWorker):
 
     def _enter(self, call: StreamCall) -> None:
         """Identify the caller, and check its rate limit."""
-        try:
-            caller = self._streams.intake.identify(self._shown, self._exchange.sink.peer)
-        except Unauthorized:
-            self._end_unauthorized()
-            return
-        except CarpoolError as error:  # the credential cannot be checked right now
-            self.refuse(call.id, error)
+        caller = self._identified()
+        if isinstance(caller, CarpoolError):
+            if not self._is_over:
+                self.refuse(call.id, caller)
             return
         entry: LimitVerdict | None = b"" if caller.limit is None else self._streams.intake.enter(caller)
         if entry is None:
@@ -289,6 +248,16 @@ class WebSocketStream(ExchangeWorker):
             self._streams.intake.when_known(caller, partial(self._go_on, call, caller))
         else:
             self._go_on(call, caller, entry)
+
+    def _identified(self) -> Caller | CarpoolError:
+        """The caller; or why it is not known right now. A credential that is not valid any more ends the stream."""
+        try:
+            return self._streams.intake.identify(self._shown, self._exchange.sink.peer)
+        except CarpoolError as error:
+            without_frames(error)
+            if isinstance(error, Unauthorized):
+                self.close(UNAUTHORIZED, "the credential is not valid any more")
+            return error
 
     def _go_on(self, call: StreamCall, caller: Caller, entry: LimitVerdict) -> None:
         """The rate limit has let the request in, or refused it."""
@@ -390,14 +359,8 @@ class WebSocketStream(ExchangeWorker):
     def look(self, now: float) -> None:
         """Check that the client is still there, and its credential still valid (rules 3, 7, 8)."""
         limits, streams = self._streams.limits, self._streams
-        if self._is_over:
-            return
-        try:
-            streams.intake.identify(self._shown, self._exchange.sink.peer)
-        except Unauthorized:
-            self._end_unauthorized()
-        except CarpoolError:
-            pass  # the credential cannot be checked right now
+        if not self._is_over:
+            self._identified()
         if self._is_over or self._is_behind:
             return  # it is we who do not read
         silent_s = now - self._heard
@@ -422,9 +385,6 @@ class WebSocketStream(ExchangeWorker):
         if not self._is_over and self._protocol.state is OPEN:
             self._protocol.send_close(code, reason)
             self._send()
-
-    def _end_unauthorized(self) -> None:
-        self.close(UNAUTHORIZED, "the credential is not valid any more")
 
     def client_left(self, exchange: Exchange) -> None:
         """The connection is gone."""
