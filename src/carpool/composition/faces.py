@@ -187,7 +187,7 @@ class Faces:
         held, held_bytes = admission.held_with(held, held_bytes)
         return SheddingNumbers(
             problems=self.http.state.problems,
-            connections=self.http.connected(),
+            connections=len(self.http.connections),
             streams=len(self.streams),
             event_listeners=len(self.events),
             grpc_calls=0 if self.grpc is None else self.grpc.calls,

@@ -37,7 +37,7 @@ class Sampler:
         if is_undecided and self._state.clock() - self._since < FOLLOWED_S_MAX:
             return
         self._followed = None
-        self._state.handle_with(self._handle)
+        self._state.handler = self._handle
 
     def _handle(self, exchange: Exchange) -> None:
         if self._followed is None and exchange.method == b"POST":
@@ -52,4 +52,4 @@ class Sampler:
             if isinstance(exchange.context, Request | RequestGroup) or exchange.response is not None:
                 self._seconds.admit.observe(self._state.clock() - self._since)
                 self._followed = None
-                self._state.handle_with(self._routes)
+                self._state.handler = self._routes

@@ -1,9 +1,9 @@
 """What the connections of one server share: limits, a coarse clock, starts of responses, and what they hold."""
 
-import asyncio
 from collections import deque
 from collections.abc import Callable
 from email.utils import formatdate
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -14,6 +14,9 @@ from carpool.core.timers import OncePerTurn, SharedTurns
 from carpool.face.http.exchange import JSON, REASONS, Exchange
 from carpool.face.http.known_heads import KnownHeads
 from carpool.face.http.problem import PROBLEM, ReadyProblem, ready_problem
+
+if TYPE_CHECKING:
+    from carpool.face.http.connection import Connection
 
 # Errors whose answers are kept ready, for a second at most.
 READY_MAX = 1024
@@ -97,7 +100,7 @@ class HttpState:
         clock: Clock = monotonic,
         extra_lines: ExtraLines | None = None,
     ) -> None:
-        # The function that answers the next exchange; see `handle_with`.
+        # The function that answers the next exchange; a sampler takes its place now and then (sampling.py).
         self.handler = handler
         self.limits = limits
         self.clock = clock
@@ -114,7 +117,7 @@ class HttpState:
         # In which requests with long bodies are read.
         self.turns = SharedTurns()
         # Connections that are open, and how many more are agreeing upon their TLS.
-        self.connections: set[asyncio.Protocol] = set()
+        self.connections: set[Connection] = set()
         self.handshakes = 0
         # Bytes of bodies that are partly received, or wait in a connection's backlog or for their turn.
         self.receiving_bytes = 0
@@ -131,14 +134,6 @@ class HttpState:
         self.error_pace: ErrorPace | None = None
         # While true, the last response of each connection says `Connection: close`.
         self.draining = False
-
-    def handle_with(self, handler: Callable[[Exchange], None]) -> None:
-        """Give exchanges to this handler from now on: a sampler in its place costs the other requests nothing."""
-        self.handler = handler
-
-    def has_place(self) -> bool:
-        """Whether one more connection may be opened."""
-        return len(self.connections) + self.handshakes < self.limits.connections_max
 
     def head(self, status: int, content_type: bytes) -> bytes:
         """Status line, content type and date of a response."""
