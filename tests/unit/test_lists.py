@@ -5,7 +5,7 @@ import json
 from array import array
 from base64 import b64decode
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -19,6 +19,7 @@ from carpool.core.outcome import Outcome, Output
 from carpool.core.ports import Peer
 from carpool.core.tensors import Data
 from carpool.face.http import list_bodies
+from carpool.face.http.connection import Connection
 from carpool.face.http.exchange import Body, Exchange
 from carpool.face.http.list_bodies import fields_of, texts_of, values_of, vector
 from carpool.face.http.lists import Answers, ListCall, ListFace, Singles, Work
@@ -28,7 +29,7 @@ from carpool.testing import make_output, make_request
 
 
 class NoteTaker:
-    """A connection that takes notes; it has room for as many parts as it is told (Sink)."""
+    """A connection that takes notes; it has room for as many parts as it is told."""
 
     def __init__(self, room: int = 10**6) -> None:
         self.peer = Peer()
@@ -49,9 +50,6 @@ class NoteTaker:
         self.status, self.written, self.is_ended = 200, b"".join(pieces), True
         exchange.response = b""
 
-    def answer_error(self, exchange: Exchange, error: CarpoolError) -> None:
-        raise AssertionError("not here")
-
     def begin(self, exchange: Exchange, status: int, content_type: bytes, headers: bytes) -> None:
         assert not self.status
         self.status, exchange.is_unfinished = status, True
@@ -68,15 +66,6 @@ class NoteTaker:
 
     def break_off(self) -> None:
         self.is_broken = True
-
-    def handle(self, exchange: Exchange) -> None:
-        raise AssertionError("not here")
-
-    def pause_reading(self) -> None:
-        raise AssertionError("not here")
-
-    def pump(self) -> None:
-        raise AssertionError("not here")
 
     def is_gone(self) -> bool:
         return self.is_broken
@@ -110,7 +99,7 @@ class Desk:
         face = self.face = object.__new__(Plain)  # nothing comes in here
         face.answers = self.answers
         self.sink = NoteTaker(room)
-        self.exchange = Exchange(self.sink, b"POST", b"/", {}, b"", True)
+        self.exchange = Exchange(cast(Connection, self.sink), b"POST", b"/", {}, b"", True)
         model = ServedModel("m", 1000, lambda data: data)
         self.call = ListCall(model, b"", [b""] * size, how)
         self.work = Work(face, self.exchange, self.call, "id")

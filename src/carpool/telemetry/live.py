@@ -1,8 +1,9 @@
 """What happens in a second, collected only while there is a viewer. Pure: `now` is an argument.
 
 1. `Collector` gets events of requests and batches (core/events.py) and cuts a `LivePart` each second. It keeps counts,
-   the slowest few requests, the batches under way, and those of this second, of which an even sample is shown. Slow requests that were shown are remembered for as long as a page shows them; other requests of
-   the same time are forgotten sooner.
+   the slowest few requests, the batches under way, and those of this second, of which an even sample is shown. Slow
+   requests that were shown are remembered for as long as a page shows them; other requests of the same time are
+   forgotten sooner.
 2. A call that failed and was made again is shown as a batch of its own that ended with an error.
 3. `Merger` adds up the parts of a fleet. The events of a part count once, whenever it comes; rates and totals are
    those of the last part of each process.
