@@ -279,10 +279,11 @@ class Intake:
         """
         if caller.models is not None and model.name not in caller.models:
             raise self._unknown_to(caller)
-        group = RequestGroup(self.cancel, answer, came, values, route)
+        group = RequestGroup(
+            self.cancel, caller, model, parameters, values, request_id, options, begin_trace, answer, came, route
+        )
         if values:
-            coming = _Coming(group, caller, model, parameters, values, request_id, options, begin_trace)
-            step = partial(self._guarded, coming, self._prepare_some)
+            step = partial(self._guarded, group, self._prepare_some)
             if len(values) > PREPARED_A_TURN:
                 self.turns.now(step)
             else:
@@ -291,36 +292,37 @@ class Intake:
             group.tell([])
         return group
 
-    def _guarded(self, coming: "_Coming", step: Callable[["_Coming"], None]) -> None:
+    def _guarded(self, group: "RequestGroup", step: Callable[["RequestGroup"], None]) -> None:
         """Do a step of letting a call in; if it fails, the whole call fails, and its client gets the error."""
-        group, made = coming.group, coming.requests
+        made, wanted = group.made, len(group.values)
         try:
-            step(coming)
+            step(group)
         except Exception as failure:
             rest = made[len(group.requests) :]
-            group.fail(as_error(failure), len(made) if len(made) < len(coming.values) else None)
+            group.fail(as_error(failure), len(made) if len(made) < wanted else None)
             self._end_all(rest, ClientLeft("the client left"))
 
-    def _prepare_some(self, coming: "_Coming") -> None:
+    def _prepare_some(self, group: "RequestGroup") -> None:
         """Make the next requests of a call; with the last of them, let all in."""
-        values, requests, caller, model = coming.values, coming.requests, coming.caller, coming.model
-        if coming.group.is_over:
+        values, requests, caller, model = group.values, group.made, group.caller, group.model
+        if group.is_over:
+            group.made = []
             self._end_all(requests, ClientLeft("the client left"))
             return
         for number in range(len(requests), min(len(requests) + PREPARED_A_TURN, len(values))):
             value = values[number]
             request = Request(
-                coming.request_id if len(values) == 1 else f"{coming.request_id}.{number}",
+                group.request_id if len(values) == 1 else f"{group.request_id}.{number}",
                 model.name,
-                coming.parameters,
+                group.parameters,
                 value,
-                len(value) + len(coming.parameters),
+                len(value) + len(group.parameters),
                 caller.tier,
                 0.0,
                 0.0,
                 self._settings.queue_timeout_s,
                 0.0,
-                coming.group,
+                group,
                 number,
                 caller.owner,
             )
@@ -328,39 +330,40 @@ class Intake:
                 model.prepare(request)
             requests.append(request)
         if len(requests) < len(values):
-            self.turns.later(partial(self._guarded, coming, self._prepare_some))
+            self.turns.later(partial(self._guarded, group, self._prepare_some))
         else:
-            self._let_in(coming)
+            self._let_in(group)
 
-    def _let_in(self, coming: "_Coming") -> None:
-        requests, options, settings = coming.requests, coming.options, self._settings
-        limit, sharing, now = coming.caller.limit, coming.model.sharing, self._clock()
-        place, deadline = now + settings.tier_target_s[coming.caller.tier], now + settings.total_timeout_s
+    def _let_in(self, group: "RequestGroup") -> None:
+        requests, options, settings = group.made, group.options, self._settings
+        limit, sharing, now = group.caller.limit, group.model.sharing, self._clock()
+        place, deadline = now + settings.tier_target_s[group.caller.tier], now + settings.total_timeout_s
         for request in requests:
             request.arrived, request.place, request.deadline = now, place, deadline
             if options is not NO_OPTIONS:
                 apply(options, request)
-            if coming.begin_trace is not None:
-                request.trace = coming.begin_trace()
+            if group.begin_trace is not None:
+                request.trace = group.begin_trace()
             self._recent.add(request)
         refusal = None
         if limit is not None and limit.concurrent:
             refusal = self._gate.hold_all(requests, limit.concurrent)
         if refusal is not None or len(requests) == 1:
-            self._admit_all(coming, refusal)
+            self._admit_all(group, refusal)
         elif sharing is None:
-            self._judge(requests, coming)
+            self._judge(requests, group)
         else:  # which may take a moment
-            sharing.needing(requests, options, lambda needing: self._guarded(coming, partial(self._judge, needing)))
+            sharing.needing(requests, options, lambda needing: self._guarded(group, partial(self._judge, needing)))
 
-    def _judge(self, needing: Sequence[Request], coming: "_Coming") -> None:
+    def _judge(self, needing: Sequence[Request], group: "RequestGroup") -> None:
         """Let a call in, or refuse it; `needing` are its requests that no cached or shared result serves."""
-        self._admit_all(coming, self._gate.judge_all(needing) if needing and not coming.group.is_over else None)
+        self._admit_all(group, self._gate.judge_all(needing) if needing and not group.is_over else None)
 
-    def _admit_all(self, coming: "_Coming", refusal: CarpoolError | None) -> None:
+    def _admit_all(self, group: "RequestGroup", refusal: CarpoolError | None) -> None:
         """Let the requests of a call in, unless all of it is refused."""
-        group, requests, options = coming.group, coming.requests, coming.options
-        gate, sharing, now = self._gate, coming.model.sharing, self._clock()
+        requests, options = group.made, group.options
+        group.made = []
+        gate, sharing, now = self._gate, group.model.sharing, self._clock()
         if refusal is not None:
             self._end_all(requests, refusal)
             group.fail(refusal)
@@ -455,30 +458,30 @@ def apply(options: RequestOptions, request: Request) -> None:
         request.deadline, request.own_timeout_s = request.arrived + timeout_s, timeout_s
 
 
-class RequestGroup:
+class RequestGroup(msgspec.Struct, eq=False):
     """Requests of one call: it waits for all of their outcomes, or for the first error."""
 
-    def __init__(
-        self,
-        cancel: Callable[[Request], object],
-        answer: WhenAllEnded,
-        came: Came | None,
-        values: Sequence[bytes],
-        route: str = "",
-    ) -> None:
-        self._cancel = cancel
-        self._answer = answer
-        self._came = came
-        # For traces.
-        self.route = route
-        self._outcomes: list[Any] = [None] * len(values)
-        self._missing = len(values)
-        # Those that came in.
-        self.requests: list[Request] = []
-        # Whether a request came in; an error of the call is then traced with the requests.
-        self.came_in = False
-        # Answered, or left.
-        self.is_over = False
+    cancel: Callable[[Request], object]
+    caller: Caller
+    model: ServedModel
+    parameters: bytes
+    values: Sequence[bytes]
+    request_id: str
+    options: RequestOptions
+    begin_trace: Callable[[], Trace | None] | None
+    answer: WhenAllEnded
+    came: Came | None
+    # For traces.
+    route: str
+    # Those that are made and have yet to come in, and those that came in.
+    made: list[Request] = []
+    requests: list[Request] = []
+    # What became of each that has its outcome, by its number.
+    outcomes: dict[int, Any] = {}
+    # Whether a request came in; an error of the call is then traced with the requests.
+    came_in: bool = False
+    # Answered, or left.
+    is_over: bool = False
 
     def settled(self, request: Request, outcome: Outcome) -> None:
         """Take the outcome of one of them."""
@@ -492,24 +495,23 @@ class RequestGroup:
             self.fail(outcome, number)
             return
         try:
-            self._outcomes[number] = outcome if self._came is None else self._came(number, outcome)
+            self.outcomes[number] = outcome if self.came is None else self.came(number, outcome)
         except Exception as failure:
             self.fail(as_error(failure), number)
             return
-        self._missing -= 1
-        if not self._missing:
-            self.tell(self._outcomes)
+        if len(self.outcomes) == len(self.values):
+            self.tell([self.outcomes[number] for number in range(len(self.values))])
 
     def fail(self, error: CarpoolError, number: int | None = None) -> None:
         """Answer the call with an error, of one request or of all, and cancel the others."""
         if not self.is_over:
-            answer = self._answer
+            answer = self.answer
             self.leave()
             _tell(answer, [error], number)
 
     def tell(self, outcomes: Sequence[Any]) -> None:
         """Answer the call with all outcomes."""
-        answer = self._answer
+        answer = self.answer
         self._end()
         _tell(answer, outcomes, None)
 
@@ -518,26 +520,13 @@ class RequestGroup:
         requests = self.requests
         self._end()
         for request in requests:
-            self._cancel(request)  # does nothing to those that have an outcome
+            self.cancel(request)  # does nothing to those that have an outcome
 
     def _end(self) -> None:
         # `Recent` keeps the requests, and so this waiter, for a while: it must not keep outcomes and callbacks alive.
         self.is_over = True
-        self._outcomes, self.requests, self._answer, self._came = [], [], _tell_nobody, None
-
-
-class _Coming(msgspec.Struct, eq=False):
-    """A call that is about to come in."""
-
-    group: RequestGroup
-    caller: Caller
-    model: ServedModel
-    parameters: bytes
-    values: Sequence[bytes]
-    request_id: str
-    options: RequestOptions
-    begin_trace: Callable[[], Trace | None] | None
-    requests: list[Request] = []
+        self.outcomes, self.requests, self.values = {}, [], ()
+        self.answer, self.came, self.begin_trace = _tell_nobody, None, None
 
 
 def _tell(answer: WhenAllEnded, outcomes: Sequence[Any], number: int | None) -> None:
