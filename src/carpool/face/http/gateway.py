@@ -229,8 +229,7 @@ class GatewayRoutes(ExchangeWorker):
             model = self._intake.default_model if named is None else self._intake.model(named, caller)
             if not exchange.body:
                 raise Malformed("the body is empty; send the input's bytes")
-            if len(exchange.body) > model.body_bytes_max:
-                raise too_large_for(model)
+            check_size(exchange, model)
             value = model.binary_input(exchange.body)
         else:
             check_media(exchange, "application/json or application/octet-stream")
@@ -238,12 +237,11 @@ class GatewayRoutes(ExchangeWorker):
             if named is not None and named != call.model_id:
                 raise Malformed("`model_id` in the query is another than in the body; name the model once")
             model = self._intake.model(call.model_id, caller)
+            check_size(exchange, model)
             if model.output_bytes is None:
                 value = checked_input(call.input_data, "input_data")
             else:
                 value = model.binary_input(base64_bytes(call.input_data))
-        if len(exchange.body) > model.body_bytes_max:
-            raise too_large_for(model)
         headers = exchange.headers
         own_id, both = request_id(headers), self._predict_replies[model.name]
         replies = both[b"accept" in headers and wants_octets(headers[b"accept"])]
@@ -375,6 +373,12 @@ def headers_for_answer(headers: dict[bytes, bytes]) -> dict[bytes, bytes]:
 def too_large_for(model: ServedModel) -> TooLarge:
     """The error for a body that is too long for its model."""
     return TooLarge(f"a body for this model may have {model.body_bytes_max} bytes at most; send a shorter one")
+
+
+def check_size(exchange: Exchange, model: ServedModel) -> None:
+    """Raise TooLarge for a body that is longer than the model's may be."""
+    if len(exchange.body) > model.body_bytes_max:
+        raise too_large_for(model)
 
 
 def media_type(content_type: bytes) -> bytes:

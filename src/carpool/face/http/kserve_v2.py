@@ -17,10 +17,9 @@ from carpool.core.ports import Caller, RequestTraces
 from carpool.core.timers import TURN_S
 from carpool.face.http.exchange import JSON, Exchange
 from carpool.face.http.faces import INFER, model_with_face
-from carpool.face.http.gateway import check_encoding, media_type
+from carpool.face.http.gateway import check_encoding, check_size, media_type
 from carpool.face.http.ids import echo_line, given_id
 from carpool.face.http.known_heads import is_of_page
-from carpool.face.http.list_bodies import check_size
 from carpool.face.http.lists import Answers, ListCall, ListFace, Work
 from carpool.face.http.router import Router
 from carpool.face.http.v2_wire import V2Answer, parse_call, write_answer

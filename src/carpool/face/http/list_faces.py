@@ -10,7 +10,8 @@ from carpool.core.outcome import Output
 from carpool.core.ports import Caller, RequestTraces
 from carpool.face.http.exchange import JSON, Exchange
 from carpool.face.http.faces import COMPLETIONS, EMBED, EMBEDDINGS, PREDICT, has_face, model_with_face
-from carpool.face.http.list_bodies import check_size, fields_of, parameters_of, text_of, texts_of, values_of, vector
+from carpool.face.http.gateway import check_size
+from carpool.face.http.list_bodies import fields_of, parameters_of, text_of, texts_of, values_of, vector
 from carpool.face.http.lists import Answers, ListCall, ListFace
 from carpool.face.http.openai import CompletionsFace, EmbeddingsFace, ModelRoutes
 from carpool.face.http.router import Router
