@@ -208,8 +208,10 @@ class Merger:
         """The event of a second; `parts` are the last part of each process."""
         fresh = [part for part in parts if part.number > self._counted.get(part.name, 0)]
         self._counted = {part.name: part.number for part in parts}
-        self._latencies.append([self._summed(fresh, tier) for tier in range(len(self._tier_names))])
-        by_tier = [_added(second[tier] for second in self._latencies) for tier in range(len(self._tier_names))]
+        tiers = range(len(self._tier_names))
+        new = [_added(part.latencies[tier] for part in fresh if tier < len(part.latencies)) for tier in tiers]
+        self._latencies.append(new)
+        by_tier = [_added(second[tier] for second in self._latencies) for tier in tiers]
         together = _added(by_tier)
         batches = [(place, batch) for place, part in enumerate(fresh) for batch in part.batches]
         waiting, letters = _of_the_fleet(snapshot)
@@ -240,11 +242,10 @@ class Merger:
         self, tier: int, name: str, parts: Sequence[LivePart], latencies: dict[int, int], waiting: int
     ) -> LiveRates:
         # From the last part of each process, counted before or not: their seconds do not end together.
+        here = [part for part in parts if tier < len(part.tiers)]
+
         def rate(field: str) -> float:
-            total = 0.0
-            for part in parts:
-                if tier < len(part.tiers):
-                    total += getattr(part.tiers[tier], field) / max(part.seconds, 0.001)
+            total: float = sum(getattr(part.tiers[tier], field) / max(part.seconds, 0.001) for part in here)
             return round(total, 1)
 
         admitted, shed = rate("admitted"), rate("shed")
@@ -259,9 +260,6 @@ class Merger:
             p50_ms=quantile(latencies, 0.5),
             p99_ms=quantile(latencies, 0.99),
         )
-
-    def _summed(self, parts: Iterable[LivePart], tier: int) -> dict[int, int]:
-        return _added(part.latencies[tier] for part in parts if tier < len(part.latencies))
 
 
 def step_of(latency_ms: float) -> int:

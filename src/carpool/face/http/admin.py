@@ -21,16 +21,8 @@ from carpool.core.snapshot import Snapshot
 from carpool.core.tensors import as_input
 from carpool.core.timeline import RequestState
 from carpool.core.webhook import Outbox
+from carpool.face.http import answers
 from carpool.face.http.admin_guard import COOKIE, AdminGuard
-from carpool.face.http.answers import (
-    LetterListed,
-    LettersDropped,
-    LetterShown,
-    LettersListed,
-    Ready,
-    WebhooksListed,
-    WebhooksRetried,
-)
 from carpool.face.http.exchange import Exchange
 from carpool.face.http.gateway import possible_task_id
 from carpool.face.http.live import Viewers
@@ -161,14 +153,18 @@ class AdminRoutes:
     async def list_letters(self, exchange: Exchange, _: str) -> StatusAndPage:
         """`GET /internal/dead-letters`: some of them, without their inputs."""
         after = whole_number(query_of(exchange).get("after", "0"), "after", 0, LETTER_ID_MAX)
-        letters = [LetterListed(**summary_of(letter)) for letter in await self._letters.page(after, limit_of(exchange))]
-        return 200, LettersListed(letters, self._letters.total())
+        letters = [
+            answers.LetterListed(**summary_of(letter)) for letter in await self._letters.page(after, limit_of(exchange))
+        ]
+        return 200, answers.LettersListed(letters, self._letters.total())
 
     async def show_letter(self, exchange: Exchange, letter_id: str) -> StatusAndPage:
         """`GET /internal/dead-letters/{id}`: one, with its input."""
         letter = await self._letters.show(known_form(letter_id))
         value, parameters = msgspec.Raw(as_input(letter.input)), msgspec.Raw(letter.parameters or b"null")
-        return 200, LetterShown(**summary_of(letter.summary), owner=letter.owner, input=value, parameters=parameters)
+        return 200, answers.LetterShown(
+            **summary_of(letter.summary), owner=letter.owner, input=value, parameters=parameters
+        )
 
     async def replay_letter(self, exchange: Exchange, letter_id: str) -> StatusAndPage:
         """`POST /internal/dead-letters/{id}/replay`: make one a task again."""
@@ -190,24 +186,24 @@ class AdminRoutes:
         """`DELETE /internal/dead-letters?all=true`."""
         if query_of(exchange).get("all") != "true":
             raise Malformed("this drops every dead letter; say so with `?all=true`, or name one by its id")
-        return 200, LettersDropped(await self._letters.drop_all())
+        return 200, answers.LettersDropped(await self._letters.drop_all())
 
     # Webhooks
 
     async def list_webhooks(self, exchange: Exchange, _: str) -> StatusAndPage:
         """`GET /internal/webhooks`: those that are due next."""
         found = await self._outbox.page(limit_of(exchange))
-        return 200, WebhooksListed(found, *self._outbox.waiting())
+        return 200, answers.WebhooksListed(found, *self._outbox.waiting())
 
     async def retry_webhooks(self, exchange: Exchange, _: str) -> StatusAndPage:
         """`POST /internal/webhooks/retry`: all are due now."""
-        return 202, WebhooksRetried(await self._outbox.retry(None))
+        return 202, answers.WebhooksRetried(await self._outbox.retry(None))
 
     async def retry_webhook(self, exchange: Exchange, task_id: str) -> StatusAndPage:
         """`POST /internal/webhooks/{task_id}/retry`: one is due now."""
         if not await self._outbox.retry(possible_task_id(task_id)):
             raise NotFound("there is no such webhook; it was delivered, given up, or is being sent now")
-        return 202, WebhooksRetried(1)
+        return 202, answers.WebhooksRetried(1)
 
 
 class Awaited:
@@ -243,7 +239,7 @@ def _show(exchange: Exchange, answer: StatusAndPage) -> None:
 
 
 def _tell_ready(exchange: Exchange, reason: str | None) -> None:
-    _show(exchange, (200, Ready(True)) if reason is None else (503, Ready(False, reason)))
+    _show(exchange, (200, answers.Ready(True)) if reason is None else (503, answers.Ready(False, reason)))
 
 
 @cache

@@ -44,9 +44,8 @@ if TYPE_CHECKING:  # slow to import, and few need it
 logger = logging.getLogger("carpool.http")
 
 PATH = b"/v1/stream"
-# Each stream is checked once in LOOK_S; the streams of a process in so many parts.
+# The streams of a process, a thousand at most, are checked so often: some microseconds each.
 LOOK_S = 1.0
-LOOK_PARTS = 10
 TICKET_S = 60
 TICKET_CHARS_MAX = 16 * 1024
 NONCE_BYTES = 12
@@ -130,8 +129,7 @@ class WebSocketStreams:
         self._allows = allows
         self._open: set[WebSocketStream] = set()
         self._pieces = InferenceAnswers().pieces
-        self._to_look_at: list[WebSocketStream] = []
-        self._looks = Every(LOOK_S / LOOK_PARTS, self.look)
+        self._looks = Every(LOOK_S, self.look)
         self.is_draining = False
         self.turns = intake.turns
 
@@ -173,16 +171,11 @@ class WebSocketStreams:
             self._places.give_back(stream.owner)
         if not self._open:
             self._looks.stop()
-            self._to_look_at = []
 
     def look(self) -> None:
-        """Called by a timer: check a part of the streams each time (`WebSocketStream.look`), all of them in LOOK_S."""
-        if not self._to_look_at:
-            self._to_look_at = list(self._open)
-        number = len(self._open) // LOOK_PARTS + 1
-        part, self._to_look_at = self._to_look_at[:number], self._to_look_at[number:]
+        """Called by a timer: check all streams (`WebSocketStream.look`)."""
         now = self.clock()
-        for stream in part:
+        for stream in list(self._open):
             stream.look(now)
 
     def drain(self) -> None:
