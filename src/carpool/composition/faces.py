@@ -22,9 +22,8 @@ from carpool.face.http.list_faces import add_list_faces
 from carpool.face.http.lists import Answers
 from carpool.face.http.openapi import gateway_openapi
 from carpool.face.http.places import Places
-from carpool.face.http.sampling import SAMPLE_S, Sampler
 from carpool.face.http.server import HttpServer
-from carpool.face.http.state import UNREAD_BYTES_MAX, WRITE_TIMEOUT_S, HttpLimits
+from carpool.face.http.state import SAMPLE_S, UNREAD_BYTES_MAX, WRITE_TIMEOUT_S, HttpLimits, Sampler
 from carpool.face.http.stream import StreamLimits
 from carpool.face.http.streams import PATH as STREAM
 from carpool.face.http.streams import Tickets, WebSocketStreams

@@ -9,17 +9,23 @@ import msgspec
 
 from carpool.core.clock import Clock, monotonic
 from carpool.core.errors import CarpoolError
+from carpool.core.histograms import RequestSeconds
 from carpool.core.ports import RequestTraces
+from carpool.core.request import Request
 from carpool.core.timers import OncePerTurn, SharedTurns
 from carpool.face.http.exchange import JSON, REASONS, Exchange
 from carpool.face.http.known_heads import KnownHeads
 from carpool.face.http.problem import PROBLEM, ReadyProblem, ready_problem
+from carpool.face.intake import RequestGroup
 
 if TYPE_CHECKING:
     from carpool.face.http.connection import Connection
 
 # Errors whose answers are kept ready, for a second at most.
 READY_MAX = 1024
+SAMPLE_S = 0.05
+# A sample that waits longer to be let in is given up; rate limits are known sooner, or not at all.
+FOLLOWED_S_MAX = 2.0
 # Reading a longer body takes a while: its request waits for a turn. JSON that is made to be hard takes 40 ms a MiB.
 LONG_BODY_BYTES = 16 * 1024
 # Each takes some 30 us, most of it to write: a turn lasts a few milliseconds.
@@ -100,7 +106,7 @@ class HttpState:
         clock: Clock = monotonic,
         extra_lines: ExtraLines | None = None,
     ) -> None:
-        # The function that answers the next exchange; a sampler takes its place now and then (sampling.py).
+        # The function that answers the next exchange; a Sampler takes its place now and then.
         self.handler = handler
         self.limits = limits
         self.clock = clock
@@ -169,3 +175,47 @@ class HttpState:
     def count_problem(self, code: str) -> None:
         """One more answer was an error."""
         self.problems[code] = self.problems.get(code, 0) + 1  # bounded: codes come from the error tree
+
+
+class Sampler:
+    """Times a request now and then until it is queued. The other requests pay nothing for that, not even a test.
+
+    1. Every SAMPLE_S the sampler takes the place of the routes until it has timed a request, then steps back. So about
+       as many are timed in a second at any load.
+    2. A request may have to wait before it is let in, until its owner's rate limit is known: then it is given to the
+       routes once more, and timed until then.
+    3. Only what asks for something (POST) is timed; a task is not: it waits for its disk, or for Redis, which have
+       numbers of their own.
+    """
+
+    def __init__(self, state: HttpState, seconds: RequestSeconds) -> None:
+        self._state = state
+        self._seconds = seconds
+        self._routes = state.handler
+        # The request that is timed, and since when.
+        self._followed: Exchange | None = None
+        self._since = 0.0
+
+    def take(self) -> None:
+        """Time the next request. To be called every SAMPLE_S."""
+        followed = self._followed
+        is_undecided = followed is not None and followed.response is None and followed.context is None
+        if is_undecided and self._state.clock() - self._since < FOLLOWED_S_MAX:
+            return
+        self._followed = None
+        self._state.handler = self._handle
+
+    def _handle(self, exchange: Exchange) -> None:
+        if self._followed is None and exchange.method == b"POST":
+            self._followed, self._since = exchange, self._state.clock()
+            self._seconds.receive.observe(exchange.received_s)
+        elif self._followed is not exchange:
+            self._routes(exchange)
+            return
+        try:
+            self._routes(exchange)
+        finally:
+            if isinstance(exchange.context, Request | RequestGroup) or exchange.response is not None:
+                self._seconds.admit.observe(self._state.clock() - self._since)
+                self._followed = None
+                self._state.handler = self._routes

@@ -33,8 +33,7 @@ from carpool.face.http.places import Places
 from carpool.face.http.problem import respond_problem
 from carpool.face.http.router import query_of
 from carpool.face.http.state import HttpState
-from carpool.face.http.stream import COME_BACK_S, StreamLimits, WebSocketStream
-from carpool.face.http.stream_messages import output_pieces
+from carpool.face.http.stream import COME_BACK_S, StreamLimits, WebSocketStream, output_pieces
 from carpool.face.http.wire import InferenceAnswers
 from carpool.face.intake import Intake
 
