@@ -24,6 +24,8 @@ class Router:
         self._routes: dict[bytes, dict[bytes, Route]] = {}
         self._patterns: dict[bytes, dict[bytes, Route]] = {}
         self._find = re.compile(rb"(?!)").fullmatch
+        # By the number of the expression's group: the routes of the pattern that it is, and how many `*` that has.
+        self._found: dict[int, tuple[dict[bytes, Route], int]] = {}
         # By the first segment: the function that serves all paths that begin with it.
         self._mounts: dict[bytes, Callable[[Exchange], None]] = {}
 
@@ -37,9 +39,17 @@ class Router:
         routes = self._patterns if b"*" in pattern else self._routes
         routes.setdefault(pattern, {})[method] = route
         # The longest first: `/v1/models/*:predict` before `/v1/models/*`.
-        self._patterns = dict(sorted(self._patterns.items(), key=lambda item: -len(item[0])))
-        each = [re.escape(found).replace(rb"\*", b"([^/]+)") for found in self._patterns]
-        self._find = re.compile(b"|".join([b"(?P<p%d>%b)" % pair for pair in enumerate(each)]) or b"(?!)").fullmatch
+        longest_first = sorted(self._patterns, key=len, reverse=True)
+        group = 1
+        for found in longest_first:
+            self._found[group] = self._patterns[found], found.count(b"*")
+            group += 1 + found.count(b"*")
+        # Before a colon it may have to give characters back.
+        each = [
+            b"(%b)" % re.escape(found).replace(rb"\*:", rb"([^/]+):").replace(rb"\*", rb"([^/]++)")
+            for found in longest_first
+        ]
+        self._find = re.compile(b"|".join(each) or rb"(?!)").fullmatch
 
     def serve(self, exchange: Exchange) -> None:
         """Serve one exchange. What a route raises of the error tree becomes its answer."""
@@ -59,11 +69,11 @@ class Router:
         if mount is not None:
             mount(exchange)
             return
-        routes, rest = self._routes.get(path), ""
+        routes, rest = self._routes.get(path), b""
         if routes is None and (found := self._find(path)) is not None:
-            _, *segments = filter(None, found.groups())
-            routes = list(self._patterns.values())[int((found.lastgroup or "p0")[1:])]
-            rest = unquote_to_bytes(b"/".join(segments)).decode("latin-1")
+            group = found.lastindex or 0
+            routes, count = self._found[group]
+            rest = found[group + 1] if count == 1 else b"/".join(found.groups()[group : group + count])
         if path == b"*" and exchange.method == b"OPTIONS":
             exchange.respond(204, b"", b"", b"Allow: GET, HEAD, POST, DELETE, OPTIONS\r\n")
             return
@@ -72,7 +82,7 @@ class Router:
         method = b"GET" if exchange.method == b"HEAD" else exchange.method
         route = routes.get(method)
         if route is not None:
-            route(exchange, rest)
+            route(exchange, unquote_to_bytes(rest).decode("latin-1"))
             return
         allowed = sorted(routes) + ([b"HEAD"] if b"GET" in routes else []) + [b"OPTIONS"]
         allow = b", ".join(allowed)
