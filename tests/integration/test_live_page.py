@@ -13,7 +13,7 @@ import pytest
 import redis.asyncio
 
 from carpool.broker.redis.keys import Keys
-from carpool.face.http.page import NAMES
+from carpool.face.http.admin import PAGE_FILES
 from support.client import Response, ask_once, inference_body
 from support.gateway import Peer, ask, eventually, serving
 from support.inside import process_of
@@ -24,7 +24,7 @@ from support.redis_servers import RedisServer
 
 JSON = "Content-Type: application/json"
 POISON = "arsenic"
-PATHS = ["/", *(f"/page/{name}" for name in NAMES if name != "index.html")]
+PATHS = ["/", *(f"/page/{name}" for name in PAGE_FILES if name != "index.html")]
 TOKEN = "a-service-token-of-some-length"
 
 pytestmark = pytest.mark.xdist_group("live_page")

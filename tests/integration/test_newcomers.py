@@ -27,7 +27,7 @@ async def turns_for_newcomers() -> tuple[int, bytes]:
             client = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
             client.sendall(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
         turns = 0
-        while server.connected() < NEWCOMERS:
+        while len(server.connections) < NEWCOMERS:
             turns += 1
             await asyncio.sleep(0)
         client.setblocking(False)
@@ -35,7 +35,7 @@ async def turns_for_newcomers() -> tuple[int, bytes]:
             first = await asyncio.get_running_loop().sock_recv(client, 1024)
         server.drain()
         server.stop_listening()
-    await until(lambda: server.connected() == 0)
+    await until(lambda: len(server.connections) == 0)
     await server.finish(0.0)
     return turns, first
 

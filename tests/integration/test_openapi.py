@@ -17,25 +17,22 @@ from carpool.core.problem import Problem
 from carpool.core.snapshot import FleetState, Health
 from carpool.core.tensors import DATATYPES, DIMENSIONS_MAX
 from carpool.core.timeline import RequestState
+from carpool.face.http.admin import LETTER_ID_MAX, LISTED, LISTED_MAX
 from carpool.face.http.answers import (
     InferenceAnswer,
+    LettersDropped,
+    LetterShown,
+    LettersListed,
     PredictAnswer,
     Ready,
     TaskAccepted,
     TaskState,
-)
-from carpool.face.http.dead_letters import (
-    LETTER_ID_MAX,
-    LETTERS_LISTED,
-    LETTERS_LISTED_MAX,
-    LettersDropped,
-    LetterShown,
-    LettersListed,
+    WebhooksListed,
+    WebhooksRetried,
 )
 from carpool.face.http.list_bodies import INPUTS_MAX, TOKEN_ID_MAX
 from carpool.face.http.openapi import admin_openapi, gateway_openapi
 from carpool.face.http.v2_wire import ID_CHARS_MAX
-from carpool.face.http.webhooks import WEBHOOKS_LISTED, WEBHOOKS_LISTED_MAX, WebhooksListed, WebhooksRetried
 from carpool.face.tensor_rows import NAME_BYTES_MAX, ROWS_MAX, TENSORS_MAX
 from support.client import Response
 from support.embedder import Embedder
@@ -206,11 +203,11 @@ def test_limits_are_those_of_the_code() -> None:
     paths = json.loads(admin_openapi())["paths"]
     letters, webhooks = (paths[f"/internal/{name}"]["get"]["parameters"] for name in ("dead-letters", "webhooks"))
     one, one_again = (paths[f"/internal/dead-letters/{{id}}{end}"]["parameters"][0] for end in ("", "/replay"))
-    limits = {"minimum": 1, "maximum": LETTERS_LISTED_MAX, "default": LETTERS_LISTED}
+    limits = {"minimum": 1, "maximum": LISTED_MAX, "default": LISTED}
     assert letters[0]["schema"] == {"type": "integer", **limits}
     assert letters[1]["schema"] == {"type": "integer", "minimum": 0, "maximum": LETTER_ID_MAX, "default": 0}
     assert one["schema"] == one_again["schema"] == {"type": "integer", "minimum": 1, "maximum": LETTER_ID_MAX}
-    limits = {"minimum": 1, "maximum": WEBHOOKS_LISTED_MAX, "default": WEBHOOKS_LISTED}
+    limits = {"minimum": 1, "maximum": LISTED_MAX, "default": LISTED}
     assert webhooks[0]["schema"] == {"type": "integer", **limits}
 
 

@@ -7,7 +7,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from carpool.core.errors import Malformed
-from carpool.face.http.stream_messages import (
+from carpool.face.http.stream import (
     REQUESTS_MAX,
     BadCall,
     StreamCall,

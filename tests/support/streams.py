@@ -19,8 +19,7 @@ from carpool.face.http.router import Router
 from carpool.face.http.server import HttpServer
 from carpool.face.http.state import HttpLimits
 from carpool.face.http.stream import StreamLimits
-from carpool.face.http.streams import LOOK_PARTS, PATH, WebSocketStreams
-from carpool.face.http.tickets import Tickets
+from carpool.face.http.streams import PATH, Tickets, WebSocketStreams
 from carpool.face.intake import Intake, IntakeSettings, ServedModel
 from carpool.testing import FakeClock, FakeUpstream, make_output
 from carpool.upstream.pool import Pool
@@ -125,8 +124,7 @@ class StreamStand:
     def pass_time(self, seconds: float) -> None:
         """Let time pass, and the streams be looked at."""
         self.clock.advance(seconds)
-        for _ in range(LOOK_PARTS):
-            self.streams.look()
+        self.streams.look()
 
     @property
     def is_clean(self) -> bool:

@@ -5,8 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from carpool.core.errors import Forbidden, RateLimited, Unauthorized
-from carpool.face.http.admin_guard import LOGIN_S, AdminGuard, mac
-from carpool.face.http.guess_pace import OWN_MAX, OWN_S
+from carpool.face.http.admin_guard import LOGIN_S, OWN_MAX, OWN_S, AdminGuard, mac
 
 LOCAL = AdminGuard(wall=float, clock=float)
 NAMED = AdminGuard(hosts=["Carpool.internal."], wall=float, clock=float)

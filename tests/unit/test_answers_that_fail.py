@@ -1,13 +1,14 @@
 """A defect while an answer is written ends that client's call with a 500: nobody is left waiting."""
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
-from carpool.core.errors import QueueFull
+from carpool.core.errors import CarpoolError, QueueFull
 from carpool.core.outcome import CallFacts, Output
 from carpool.core.ports import Peer
 from carpool.core.tensors import RawTensor, pack_tensors
+from carpool.face.http.connection import Connection
 from carpool.face.http.exchange import Exchange
 from carpool.face.http.gateway import OctetReplies, ParkedReplies
 from carpool.face.http.kserve_v2 import InferWork, KServeV2Routes
@@ -22,7 +23,7 @@ MODEL = ServedModel("m", 1000, lambda data: data, tensors=ServedTensors())
 
 
 class Wire:
-    """Takes answers (face.http.exchange.Sink); the first of them may fail."""
+    """Takes answers; the first of them may fail."""
 
     def __init__(self) -> None:
         self.peer = Peer()
@@ -53,7 +54,7 @@ def infer(wire: Wire, answers: Answers, rows: int) -> InferWork:
 
 
 def parked(wire: Wire) -> Exchange:
-    return Exchange(wire, b"POST", b"/", {}, b"", True)
+    return Exchange(cast(Connection, wire), b"POST", b"/", {}, b"", True)
 
 
 @pytest.mark.parametrize("kind", [ParkedReplies, OctetReplies])
@@ -86,11 +87,12 @@ async def test_kserve_v2(value: Any, status: int) -> None:
         wire, answers = Wire(), Answers(1000)
         wire.fails = fails
         reply = infer(wire, answers, 1)
+        told: CarpoolError | None = None
         try:
-            row: Any = reply.came(0, Output(value, FACTS))
+            reply.came(0, Output(value, FACTS))
         except Exception as failure:  # as a group does it
-            row = as_error(failure)
-        reply.answer([row], None)
+            told = as_error(failure)
+        reply.answer([told], None)
         assert wire.statuses == [500 if fails else status] and answers.held == 0
 
 

@@ -5,10 +5,9 @@ from itertools import pairwise
 
 from carpool.core.errors import Shed, UnknownModel
 from carpool.face.http.connection import Connection
-from carpool.face.http.error_pace import ERRORS_A_TURN, ErrorPace
 from carpool.face.http.exchange import Exchange
 from carpool.face.http.problem import respond_problem
-from carpool.face.http.state import HttpLimits, HttpState
+from carpool.face.http.state import ERRORS_A_TURN, ErrorPace, HttpLimits, HttpState
 from carpool.virtual_time import VirtualClock
 
 

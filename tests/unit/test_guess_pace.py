@@ -1,6 +1,6 @@
-"""How fast tokens may be guessed (rules at the top of `face/http/guess_pace.py`)."""
+"""How fast tokens may be guessed (rules at the top of `face/http/admin_guard.py`)."""
 
-from carpool.face.http.guess_pace import ADDRESSES_MAX, ALL_MAX, ALL_S, OWN_MAX, OWN_S, GuessPace, network_of
+from carpool.face.http.admin_guard import ADDRESSES_MAX, ALL_MAX, ALL_S, OWN_MAX, OWN_S, GuessPace, network_of
 
 
 def guesses(pace: GuessPace, address: str, tries: int, now: float) -> int:

@@ -5,7 +5,7 @@ import json
 from array import array
 from base64 import b64decode
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -13,11 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import Raw
 
+from carpool.core import timers
 from carpool.core.errors import CarpoolError, ClientLeft, InputRefused, Malformed, UpstreamProtocolFault
 from carpool.core.outcome import Outcome, Output
 from carpool.core.ports import Peer
 from carpool.core.tensors import Data
-from carpool.face.http import list_bodies, lists
+from carpool.face.http import list_bodies
+from carpool.face.http.connection import Connection
 from carpool.face.http.exchange import Body, Exchange
 from carpool.face.http.list_bodies import fields_of, texts_of, values_of, vector
 from carpool.face.http.lists import Answers, ListCall, ListFace, Singles, Work
@@ -27,7 +29,7 @@ from carpool.testing import make_output, make_request
 
 
 class NoteTaker:
-    """A connection that takes notes; it has room for as many parts as it is told (Sink)."""
+    """A connection that takes notes; it has room for as many parts as it is told."""
 
     def __init__(self, room: int = 10**6) -> None:
         self.peer = Peer()
@@ -48,9 +50,6 @@ class NoteTaker:
         self.status, self.written, self.is_ended = 200, b"".join(pieces), True
         exchange.response = b""
 
-    def answer_error(self, exchange: Exchange, error: CarpoolError) -> None:
-        raise AssertionError("not here")
-
     def begin(self, exchange: Exchange, status: int, content_type: bytes, headers: bytes) -> None:
         assert not self.status
         self.status, exchange.is_unfinished = status, True
@@ -67,15 +66,6 @@ class NoteTaker:
 
     def break_off(self) -> None:
         self.is_broken = True
-
-    def handle(self, exchange: Exchange) -> None:
-        raise AssertionError("not here")
-
-    def pause_reading(self) -> None:
-        raise AssertionError("not here")
-
-    def pump(self) -> None:
-        raise AssertionError("not here")
 
     def is_gone(self) -> bool:
         return self.is_broken
@@ -109,13 +99,15 @@ class Desk:
         face = self.face = object.__new__(Plain)  # nothing comes in here
         face.answers = self.answers
         self.sink = NoteTaker(room)
-        self.exchange = Exchange(self.sink, b"POST", b"/", {}, b"", True)
+        self.exchange = Exchange(cast(Connection, self.sink), b"POST", b"/", {}, b"", True)
         model = ServedModel("m", 1000, lambda data: data)
         self.call = ListCall(model, b"", [b""] * size, how)
         self.work = Work(face, self.exchange, self.call, "id")
 
     def come(self, values: Sequence[bytes]) -> None:
-        self.work.answer([self.work.came(number, make_output(value)) for number, value in enumerate(values)], None)
+        for number, value in enumerate(values):
+            self.work.came(number, make_output(value))
+        self.work.answer([None] * len(values), None)
 
     async def turns(self, number: int = 50) -> None:
         for _ in range(number):
@@ -153,7 +145,7 @@ async def test_a_long_answer_leaves_in_parts_as_it_is_read() -> None:
 
 
 async def test_pieces_are_made_over_some_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lists, "TURN_BYTES", 1000)
+    monkeypatch.setattr(timers, "TURN_S", 0.0)
     values = numbers(40, 100)
     desk = Desk(len(values))
     desk.come(values)
@@ -165,21 +157,16 @@ async def test_pieces_are_made_over_some_turns(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("is_later", [False, True])
 async def test_a_piece_that_cannot_be_made_is_named(monkeypatch: pytest.MonkeyPatch, is_later: bool) -> None:
-    monkeypatch.setattr(lists, "TURN_BYTES", 100)
-    desk = Desk(5)
-    values = [b"1", b"2", b"3", b"bad", b"5"]
+    desk, values = Desk(5), [b"1", b"2", b"3", b"bad", b"5"]
     if is_later:
-        values[0] = b"1" * 200
+        monkeypatch.setattr(timers, "TURN_S", 0.0)
         desk.come(values)
         await desk.turns()
-        assert json.loads(desk.sink.written) == {"error": "`inputs[3]`: bad"}
-        assert desk.sink.status == 502
     else:
-        with pytest.raises(UpstreamProtocolFault):  # its group tells that
+        with pytest.raises(ClientLeft):  # its group cancels the others
             desk.come(values)
-        desk.work.answer([UpstreamProtocolFault("bad")], 3)
-        assert json.loads(desk.sink.written) == {"error": "`inputs[3]`: bad"}
-    assert desk.answers.held == 0
+    assert json.loads(desk.sink.written) == {"error": "`inputs[3]`: bad"}
+    assert (desk.sink.status, desk.answers.held) == (502, 0)
 
 
 async def test_a_defect_ends_the_call_with_an_error() -> None:
@@ -202,7 +189,8 @@ async def test_a_defect_in_the_middle_of_an_answer_breaks_it_off(monkeypatch: py
 
 @pytest.mark.parametrize("when", ["coming", "making", "writing"])
 async def test_who_leaves_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch, when: str) -> None:
-    monkeypatch.setattr(lists, "TURN_BYTES", 10_000)
+    if when != "writing":
+        monkeypatch.setattr(timers, "TURN_S", 0.0)
     desk, values = Desk(500, room=2), numbers(500, 1000)
     if when == "coming":
         for number, value in enumerate(values[:100]):

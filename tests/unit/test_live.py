@@ -1,6 +1,6 @@
 """What is collected while somebody looks (`telemetry/live.py`), and who is shown it (`face/http/live.py`)."""
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -13,6 +13,7 @@ from carpool.core.outcome import CallFacts, Output
 from carpool.core.ports import Peer
 from carpool.core.request import Request
 from carpool.core.snapshot import FleetState, Health, OutcomeNumbers, SheddingNumbers, Snapshot
+from carpool.face.http.connection import Connection
 from carpool.face.http.exchange import Exchange
 from carpool.face.http.live import MISSED_MAX, VIEWERS_MAX, Viewers
 from carpool.telemetry.live import Collector, Merger
@@ -228,7 +229,7 @@ def test_a_fleet_shows_no_more_batches_than_one_process() -> None:
 
 
 class Wire:
-    """The other end of an exchange (face.http.exchange.Sink), which reads as it is told."""
+    """The other end of an exchange, which reads as it is told."""
 
     def __init__(self) -> None:
         self.peer = Peer()
@@ -239,12 +240,6 @@ class Wire:
 
     def respond(self, exchange: Exchange, status: int, body: Any, content_type: bytes, headers: bytes) -> None:
         self.status = status
-
-    def answer(self, exchange: Exchange, pieces: Any, headers: bytes) -> None:
-        raise NotImplementedError
-
-    def answer_error(self, *arguments: Any) -> None:
-        raise NotImplementedError
 
     def note_problem(self, *arguments: Any) -> None:
         pass
@@ -263,25 +258,10 @@ class Wire:
     def break_off(self) -> None:
         self.is_broken = True
 
-    def handle(self, exchange: Exchange) -> None:
-        raise NotImplementedError
-
-    def pause_reading(self) -> None:
-        raise NotImplementedError
-
-    def pump(self) -> None:
-        raise NotImplementedError
-
-    def is_gone(self) -> bool:
-        return False
-
-    def count_problem(self, code: str) -> None:
-        pass
-
 
 def look(viewers: Viewers, method: bytes = b"GET") -> tuple[Wire, Exchange]:
     wire = Wire()
-    exchange = Exchange(wire, method, b"/internal/live", {}, b"", True)
+    exchange = Exchange(cast(Connection, wire), method, b"/internal/live", {}, b"", True)
     viewers.join(exchange, "")
     return wire, exchange
 

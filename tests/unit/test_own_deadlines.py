@@ -13,7 +13,7 @@ from carpool.core.ports import NO_OPTIONS, RequestOptions
 from carpool.core.request import Request
 from carpool.core.timers import Every
 from carpool.face.http.gateway import options_in, preferences
-from carpool.face.intake import shorten
+from carpool.face.intake import apply
 from carpool.testing import FakeUpstream, Witness, echo, make_request
 from support.event_log import EventLog
 from support.virtual_gateway import Stand
@@ -80,7 +80,7 @@ def test_most_say_nothing() -> None:
 @pytest.mark.parametrize(("wished", "is_own"), [(0.05, True), (3.999, True), (4.0, False), (1e6, False)])
 def test_it_may_be_shorter_than_what_everybody_has_and_no_longer(wished: float, is_own: bool) -> None:
     request = make_request("r", Witness(), now=100.0)
-    shorten(request, wished)
+    apply(RequestOptions(timeout_s=wished), request)
     assert request.deadline == 100.0 + min(wished, 4.0)
     assert request.own_timeout_s == (wished if is_own else 0.0)
     assert request.queue_timeout_s == 2.0

@@ -9,7 +9,7 @@ import pytest
 from carpool.core.outcome import CallFacts
 from carpool.core.ports import Caller
 from carpool.face import intake
-from carpool.face.http.gateway import GatewayRoutes, HttpFaceSettings
+from carpool.face.http.gateway import GatewayRoutes
 from carpool.face.intake import ServedModel
 from carpool.upstream.codecs.base import Decoded
 from carpool.upstream.dispatch import outputs_of
@@ -33,7 +33,7 @@ def test_a_task_is_not_refused_before_its_body_was_read(
     tier: int, of_key: Any, headers: dict[bytes, bytes], body: bytes, may_be: bool
 ) -> None:
     way_in: Any = SimpleNamespace(early=None, models=lambda: [PLAIN, LATER])
-    routes = GatewayRoutes(way_in, HttpFaceSettings(1000, False), b"")
+    routes = GatewayRoutes(way_in, b"")
     caller = Caller("alice", tier, default_mode=of_key)
     assert routes.may_be_task(caller, headers, body) is may_be
 

@@ -7,7 +7,7 @@ from carpool.core.errors import Malformed
 from carpool.core.kept import Kept
 from carpool.core.request import Request
 from carpool.face.http.wire import PARAMETERS_BYTES_MAX, canonical_parameters
-from carpool.face.recent import Recent
+from carpool.face.intake import Recent
 from carpool.testing import Witness, make_request
 
 
@@ -19,14 +19,16 @@ def request_with(number: int, parameters: bytes = b"", lane: bytes = b"") -> Req
 
 def test_recent_requests_are_bounded_by_number() -> None:
     recent = Recent(3)
-    recent.extend(request_with(number) for number in range(5))
-    recent.extend(request_with(number, b"{}") for number in range(10, 15))
+    for number in range(5):
+        recent.add(request_with(number))
+        recent.add(request_with(10 + number, b"{}"))
     assert [request.id for request in recent] == ["2", "3", "4", "12", "13", "14"]
 
 
 def test_recent_requests_are_bounded_by_the_bytes_that_they_keep() -> None:
     recent = Recent(1000, 100)
-    recent.extend(request_with(number, b"p" * 20, b"l" * 10) for number in range(50))
+    for number in range(50):
+        recent.add(request_with(number, b"p" * 20, b"l" * 10))
     assert [request.id for request in recent] == ["47", "48", "49"]
     # One that is longer than all may be is not kept; those without parameters are not pushed out.
     recent.add(request_with(50))

@@ -1,4 +1,4 @@
-"""Requests that are timed until they are queued (`face/http/sampling.py`)."""
+"""Requests that are timed until they are queued (`Sampler` in `face/http/state.py`)."""
 
 import asyncio
 from collections.abc import Callable
@@ -8,8 +8,7 @@ import pytest
 from carpool.core.histograms import Histogram, RequestSeconds
 from carpool.face.http.connection import Connection
 from carpool.face.http.exchange import Exchange
-from carpool.face.http.sampling import FOLLOWED_S_MAX, Sampler
-from carpool.face.http.state import HttpLimits, HttpState
+from carpool.face.http.state import FOLLOWED_S_MAX, HttpLimits, HttpState, Sampler
 from carpool.testing import FakeClock, Witness, make_request
 
 POST = b"POST /v1/inference HTTP/1.1\r\nHost: x\r\nContent-Length: 4\r\n\r\n"

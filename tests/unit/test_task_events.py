@@ -15,7 +15,7 @@ from carpool.face.http.places import Places
 from carpool.face.http.router import Router
 from carpool.face.http.server import HttpServer
 from carpool.face.http.state import HttpLimits
-from carpool.face.http.task_events import LOOK_S, TaskEvents
+from carpool.face.http.task_events import HEARTBEAT_S, LOOK_S, TaskEvents
 from carpool.face.intake import Intake
 from carpool.testing import FakeClock
 from support.streams import NotingTransport
@@ -128,6 +128,17 @@ def test_places_are_told_when_they_change_and_the_outcome_at_once() -> None:
         assert json.loads(client.blocks[1].partition("data: ")[2])["queue"] == {"place": 5, "estimated_wait_ms": 100}
         assert client.transport.is_over
         assert client.is_forgotten
+
+    run(main)
+
+
+def test_a_client_that_hears_nothing_for_long_gets_a_comment() -> None:
+    async def main() -> None:
+        client = Listening(pending(1))
+        await asyncio.sleep(HEARTBEAT_S - 1)
+        assert len(client.blocks) == 1
+        await asyncio.sleep(1 + LOOK_S)
+        assert client.blocks[1:] == [":"]
 
     run(main)
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from carpool.core.errors import Unauthorized
-from carpool.face.http.tickets import TICKET_S, Tickets
+from carpool.face.http.streams import TICKET_S, Tickets
 from carpool.testing import FakeClock
 
 SHOWN = {b"authorization": b"Bearer cp_secret", b"host": b"a", b"cookie": b"c"}

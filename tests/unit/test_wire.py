@@ -9,7 +9,7 @@ import pytest
 from carpool.core.errors import Malformed
 from carpool.core.outcome import CallFacts, Output
 from carpool.face.http import wire
-from carpool.face.http.stream_messages import BadCall, decode_message
+from carpool.face.http.stream import BadCall, decode_message
 from carpool.testing import Witness, make_request
 
 

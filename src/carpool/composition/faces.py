@@ -16,20 +16,18 @@ from carpool.composition.webhooks import callback_check
 from carpool.core.snapshot import SheddingNumbers
 from carpool.face.http.cors import Cors
 from carpool.face.http.faces import INFER, has_face
-from carpool.face.http.gateway import GatewayRoutes, HttpFaceSettings
+from carpool.face.http.gateway import GatewayRoutes
 from carpool.face.http.kserve_v2 import KServeV2Routes
-from carpool.face.http.list_routes import add_list_faces
+from carpool.face.http.list_faces import add_list_faces
 from carpool.face.http.lists import Answers
 from carpool.face.http.openapi import gateway_openapi
 from carpool.face.http.places import Places
-from carpool.face.http.sampling import SAMPLE_S, Sampler
 from carpool.face.http.server import HttpServer
-from carpool.face.http.state import UNREAD_BYTES_MAX, WRITE_TIMEOUT_S, HttpLimits
+from carpool.face.http.state import SAMPLE_S, UNREAD_BYTES_MAX, WRITE_TIMEOUT_S, HttpLimits, Sampler
 from carpool.face.http.stream import StreamLimits
 from carpool.face.http.streams import PATH as STREAM
-from carpool.face.http.streams import WebSocketStreams
+from carpool.face.http.streams import Tickets, WebSocketStreams
 from carpool.face.http.task_events import TaskEvents
-from carpool.face.http.tickets import Tickets
 from carpool.face.intake import WAIT_MS_MAX
 from carpool.service import ModelFace
 from carpool.settings import Settings, total_timeout_s
@@ -71,7 +69,6 @@ class Faces:
         intake = admission.intake
         routes = GatewayRoutes(
             intake,
-            HttpFaceSettings(WAIT_MS_MAX, settings.tasks.forget_after_read),
             gateway_openapi(
                 list(runtime.models),
                 settings.model,
@@ -82,6 +79,7 @@ class Faces:
             ),
             runtime.tracer,
             callback_check(settings.webhooks),
+            forget_after_read=settings.tasks.forget_after_read,
         )
         answers = self._answers = Answers(UNREAD_BYTES_MAX, intake.turns)
         add_list_faces(routes.router, intake, answers, admission.is_down, runtime.tracer)
@@ -185,7 +183,7 @@ class Faces:
         held, held_bytes = admission.held_with(held, held_bytes)
         return SheddingNumbers(
             problems=self.http.state.problems,
-            connections=self.http.connected(),
+            connections=len(self.http.connections),
             streams=len(self.streams),
             event_listeners=len(self.events),
             grpc_calls=0 if self.grpc is None else self.grpc.calls,

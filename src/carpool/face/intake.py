@@ -13,9 +13,10 @@ A face translates: bytes of its protocol to the arguments here, outcomes back to
 import logging
 import secrets
 import uuid
-from collections.abc import Callable, Collection, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
-from itertools import count
+from itertools import chain, count
 from typing import Any
 
 import msgspec
@@ -30,7 +31,6 @@ from carpool.core.tensors import Data, as_input
 from carpool.core.timers import SharedTurns
 from carpool.core.trace import Trace
 from carpool.face.octets import Octets
-from carpool.face.recent import Recent
 
 logger = logging.getLogger("carpool.face")
 
@@ -44,6 +44,8 @@ Came = Callable[[int, Output], Any]
 WAIT_MS_MAX = 30_000
 # How many of the last requests can be asked for at /internal/requests/{id}.
 RECENT_KEPT = 8192
+# Ended requests keep parameters, lane and callback: so many bytes over all of them.
+RECENT_BYTES_MAX = 8 * 1024 * 1024
 # A prefix of this process and a number: unique, and cheaper than drawing randomness for each request.
 _prefix = f"req_{secrets.token_hex(6)}-"
 _numbers = count(1)
@@ -102,6 +104,43 @@ class IntakeSettings(msgspec.Struct, frozen=True):
     queue_timeout_s: float
     total_timeout_s: float
     task_timeout_s: float
+
+
+class Recent:
+    """The last requests, for people who look for one by its id: bounded by number, and by bytes.
+
+    A lookup scans all of them: only a person who looks for a request pays.
+    """
+
+    def __init__(self, number_max: int, bytes_max: int = RECENT_BYTES_MAX) -> None:
+        # Of requests whose `size_of` is 0, and of the others: each may have so many.
+        self._number_max = number_max
+        self._bytes_max = bytes_max
+        plain: deque[Request] = deque(maxlen=number_max)
+        self._plain = plain
+        # On the hot path, for a request whose `size_of` is 0.
+        self.add_plain: Callable[[Request], None] = plain.append
+        self._long: deque[Request] = deque()
+        self._bytes = 0
+
+    def __iter__(self) -> Iterator[Request]:
+        return chain(self._plain, self._long)
+
+    def add(self, request: Request) -> None:
+        """One more; the oldest go where there is no room."""
+        size = size_of(request)
+        if not size:
+            self.add_plain(request)
+            return
+        self._long.append(request)
+        self._bytes += size
+        while self._bytes > self._bytes_max or len(self._long) > self._number_max:
+            self._bytes -= size_of(self._long.popleft())
+
+
+def size_of(request: Request) -> int:
+    """What a request keeps when it is over, beside what all of them have. It stays the same in a request's life."""
+    return len(request.parameters) + len(request.lane) + len(request.callback_url)
 
 
 class Intake:
@@ -239,98 +278,95 @@ class Intake:
         """
         if caller.models is not None and model.name not in caller.models:
             raise self._unknown_to(caller)
-        group = RequestGroup(self, answer, came, len(values), route)
+        group = RequestGroup(
+            self.cancel, caller, model, parameters, values, request_id, options, begin_trace, answer, came, route
+        )
         if values:
-            coming = _Coming(group, caller, model, parameters, values, request_id, options, begin_trace)
+            step = partial(self._guarded, group, self._prepare_some)
             if len(values) > PREPARED_A_TURN:
-                self.turns.now(partial(self._guarded, coming, self._prepare_some))
+                self.turns.now(step)
             else:
-                self._guarded(coming, self._prepare_some)
+                step()
         else:
             group.tell([])
         return group
 
-    def _guarded(self, coming: "_Coming", step: Callable[["_Coming"], None]) -> None:
+    def _guarded(self, group: "RequestGroup", step: Callable[["RequestGroup"], None]) -> None:
         """Do a step of letting a call in; if it fails, the whole call fails, and its client gets the error."""
+        made, wanted = group.made, len(group.values)
         try:
-            step(coming)
+            step(group)
         except Exception as failure:
-            group, made = coming.group, len(coming.requests)
-            rest = coming.requests[len(group.requests) :]
-            group.fail(as_error(failure), made if made < len(coming.values) else None)
+            rest = made[len(group.requests) :]
+            group.fail(as_error(failure), len(made) if len(made) < wanted else None)
             self._end_all(rest, ClientLeft("the client left"))
 
-    def _prepare_some(self, coming: "_Coming") -> None:
+    def _prepare_some(self, group: "RequestGroup") -> None:
         """Make the next requests of a call; with the last of them, let all in."""
-        values, requests = coming.values, coming.requests
-        if coming.group.is_over:
+        values, requests, caller, model = group.values, group.made, group.caller, group.model
+        if group.is_over:
+            group.made = []
             self._end_all(requests, ClientLeft("the client left"))
             return
         for number in range(len(requests), min(len(requests) + PREPARED_A_TURN, len(values))):
-            requests.append(self._make(coming, number))
+            value = values[number]
+            request = Request(
+                group.request_id if len(values) == 1 else f"{group.request_id}.{number}",
+                model.name,
+                group.parameters,
+                value,
+                len(value) + len(group.parameters),
+                caller.tier,
+                0.0,
+                0.0,
+                self._settings.queue_timeout_s,
+                0.0,
+                group,
+                number,
+                caller.owner,
+            )
+            if model.prepare is not None:
+                model.prepare(request)
+            requests.append(request)
         if len(requests) < len(values):
-            self.turns.later(partial(self._guarded, coming, self._prepare_some))
+            self.turns.later(partial(self._guarded, group, self._prepare_some))
         else:
-            self._let_in(coming)
+            self._let_in(group)
 
-    def _make(self, coming: "_Coming", number: int) -> Request:
-        """One request of a call, which has yet to come in."""
-        caller, model, value, settings = coming.caller, coming.model, coming.values[number], self._settings
-        request = Request(
-            coming.request_id if len(coming.values) == 1 else f"{coming.request_id}.{number}",
-            model.name,
-            coming.parameters,
-            value,
-            len(value) + len(coming.parameters),
-            caller.tier,
-            0.0,
-            0.0,
-            settings.queue_timeout_s,
-            0.0,
-            coming.group,
-            number,
-            caller.owner,
-        )
-        if model.prepare is not None:
-            model.prepare(request)
-        return request
-
-    def _let_in(self, coming: "_Coming") -> None:
-        requests, options, settings = coming.requests, coming.options, self._settings
-        gate, limit, sharing, now = self._gate, coming.caller.limit, coming.model.sharing, self._clock()
-        place, deadline = now + settings.tier_target_s[coming.caller.tier], now + settings.total_timeout_s
+    def _let_in(self, group: "RequestGroup") -> None:
+        requests, options, settings = group.made, group.options, self._settings
+        limit, sharing, now = group.caller.limit, group.model.sharing, self._clock()
+        place, deadline = now + settings.tier_target_s[group.caller.tier], now + settings.total_timeout_s
         for request in requests:
             request.arrived, request.place, request.deadline = now, place, deadline
             if options is not NO_OPTIONS:
                 apply(options, request)
-            if coming.begin_trace is not None:
-                request.trace = coming.begin_trace()
-        self._recent.extend(requests)
-        refusal = gate.hold(requests, limit.concurrent) if limit is not None and limit.concurrent else None
-        if refusal is not None:
-            self._refuse_all(coming, refusal)
-        elif len(requests) == 1:
-            self._admit_all(coming)
+            if group.begin_trace is not None:
+                request.trace = group.begin_trace()
+            self._recent.add(request)
+        refusal = None
+        if limit is not None and limit.concurrent:
+            refusal = self._gate.hold(requests, limit.concurrent)
+        if refusal is not None or len(requests) == 1:
+            self._admit_all(group, refusal)
         elif sharing is None:
-            self._judge(requests, coming)
+            self._judge(requests, group)
         else:  # which may take a moment
-            sharing.needing(requests, options, lambda needing: self._guarded(coming, partial(self._judge, needing)))
+            sharing.needing(requests, options, lambda needing: self._guarded(group, partial(self._judge, needing)))
 
-    def _judge(self, needing: Sequence[Request], coming: "_Coming") -> None:
+    def _judge(self, needing: Sequence[Request], group: "RequestGroup") -> None:
         """Let a call in, or refuse it; `needing` are its requests that no cached or shared result serves."""
-        refusal = self._gate.judge_all(needing) if needing and not coming.group.is_over else None
+        self._admit_all(group, self._gate.judge_all(needing) if needing and not group.is_over else None)
+
+    def _admit_all(self, group: "RequestGroup", refusal: CarpoolError | None) -> None:
+        """Let the requests of a call in, unless all of it is refused."""
+        requests, options = group.made, group.options
+        group.made = []
+        gate, sharing, now = self._gate, group.model.sharing, self._clock()
         if refusal is not None:
-            self._refuse_all(coming, refusal)
-        else:
-            self._admit_all(coming)
-
-    def _refuse_all(self, coming: "_Coming", refusal: CarpoolError) -> None:
-        self._end_all(coming.requests, refusal)
-        coming.group.fail(refusal)
-
-    def _admit_all(self, coming: "_Coming") -> None:
-        group, requests, options = coming.group, coming.requests, coming.options
-        gate, sharing, now = self._gate, coming.model.sharing, self._clock()
+            self._end_all(requests, refusal)
+            group.fail(refusal)
+            return
         for number, request in enumerate(requests):
             if group.is_over:  # an earlier request of the call has failed, or the client left
                 self._end_all(requests[number:], ClientLeft("the client left"))
@@ -411,39 +447,40 @@ class Intake:
 
 
 def apply(options: RequestOptions, request: Request) -> None:
-    """Treat a request as its client wishes, as far as that shows in the request."""
-    request.trace = options.trace
-    if options.timeout_s is not None:
-        shorten(request, options.timeout_s)
-
-
-def shorten(request: Request, timeout_s: float) -> None:
-    """Give a request the deadline that its client wishes for, if that is sooner than the configured one.
+    """Treat a request as its client wishes: traced, and with its own deadline, if that is sooner than the configured.
 
     Its `queue_timeout_s` stays: requests with the same one are kept, and queued, together.
     """
-    deadline = request.arrived + timeout_s
-    if deadline < request.deadline:
-        request.deadline, request.own_timeout_s = deadline, timeout_s
+    request.trace = options.trace
+    timeout_s = options.timeout_s
+    if timeout_s is not None and request.arrived + timeout_s < request.deadline:
+        request.deadline, request.own_timeout_s = request.arrived + timeout_s, timeout_s
 
 
-class RequestGroup:
+class RequestGroup(msgspec.Struct, eq=False):
     """Requests of one call: it waits for all of their outcomes, or for the first error."""
 
-    def __init__(self, intake: Intake, answer: WhenAllEnded, came: Came | None, size: int, route: str = "") -> None:
-        self._intake = intake
-        self._answer = answer
-        self._came = came
-        # For traces.
-        self.route = route
-        self._outcomes: list[Any] = [None] * size
-        self._missing = size
-        # Those that came in.
-        self.requests: list[Request] = []
-        # Whether a request came in; an error of the call is then traced with the requests.
-        self.came_in = False
-        # Answered, or left.
-        self.is_over = False
+    cancel: Callable[[Request], object]
+    caller: Caller
+    model: ServedModel
+    parameters: bytes
+    values: Sequence[bytes]
+    request_id: str
+    options: RequestOptions
+    begin_trace: Callable[[], Trace | None] | None
+    answer: WhenAllEnded
+    came: Came | None
+    # For traces.
+    route: str
+    # Those that are made and have yet to come in, and those that came in.
+    made: list[Request] = []
+    requests: list[Request] = []
+    # What became of each that has its outcome, by its number.
+    outcomes: dict[int, Any] = {}
+    # Whether a request came in; an error of the call is then traced with the requests.
+    came_in: bool = False
+    # Answered, or left.
+    is_over: bool = False
 
     def settled(self, request: Request, outcome: Outcome) -> None:
         """Take the outcome of one of them."""
@@ -457,24 +494,23 @@ class RequestGroup:
             self.fail(outcome, number)
             return
         try:
-            self._outcomes[number] = outcome if self._came is None else self._came(number, outcome)
+            self.outcomes[number] = outcome if self.came is None else self.came(number, outcome)
         except Exception as failure:
             self.fail(as_error(failure), number)
             return
-        self._missing -= 1
-        if not self._missing:
-            self.tell(self._outcomes)
+        if len(self.outcomes) == len(self.values):
+            self.tell([self.outcomes[number] for number in range(len(self.values))])
 
     def fail(self, error: CarpoolError, number: int | None = None) -> None:
         """Answer the call with an error, of one request or of all, and cancel the others."""
         if not self.is_over:
-            answer = self._answer
+            answer = self.answer
             self.leave()
             _tell(answer, [error], number)
 
     def tell(self, outcomes: Sequence[Any]) -> None:
         """Answer the call with all outcomes."""
-        answer = self._answer
+        answer = self.answer
         self._end()
         _tell(answer, outcomes, None)
 
@@ -483,26 +519,13 @@ class RequestGroup:
         requests = self.requests
         self._end()
         for request in requests:
-            self._intake.cancel(request)  # does nothing to those that have an outcome
+            self.cancel(request)  # does nothing to those that have an outcome
 
     def _end(self) -> None:
         # `Recent` keeps the requests, and so this waiter, for a while: it must not keep outcomes and callbacks alive.
         self.is_over = True
-        self._outcomes, self.requests, self._answer, self._came = [], [], _tell_nobody, None
-
-
-class _Coming(msgspec.Struct, eq=False):
-    """A call that is about to come in."""
-
-    group: RequestGroup
-    caller: Caller
-    model: ServedModel
-    parameters: bytes
-    values: Sequence[bytes]
-    request_id: str
-    options: RequestOptions
-    begin_trace: Callable[[], Trace | None] | None
-    requests: list[Request] = []
+        self.outcomes, self.requests, self.values = {}, [], ()
+        self.answer, self.came, self.begin_trace = _tell_nobody, None, None
 
 
 def _tell(answer: WhenAllEnded, outcomes: Sequence[Any], number: int | None) -> None:

@@ -202,11 +202,18 @@ def _not_of_its_kind(tensor: GivenTensor) -> Malformed:
 # Outputs
 
 
-class Part(NamedTuple):
-    """One row of an output tensor: raw bytes, or the text of JSON elements without brackets."""
+class RowTensor(NamedTuple):
+    """One tensor of the output of a row: raw bytes, or the text of JSON elements without brackets."""
 
+    datatype: str
+    # Without the batch.
+    shape: Sequence[int]
     data: Data
     is_raw: bool
+
+
+# By name.
+Row = dict[str, RowTensor]
 
 
 class OutputRows(msgspec.Struct, frozen=True):
@@ -216,7 +223,7 @@ class OutputRows(msgspec.Struct, frozen=True):
     datatype: str
     # With all rows.
     shape: Sequence[int]
-    parts: Sequence[Part]
+    parts: Sequence[RowTensor]
 
     def raw(self) -> Iterator[Data]:
         """Its raw bytes, to be put one behind the other; raises UpstreamProtocolFault."""
@@ -251,34 +258,19 @@ class _Output(msgspec.Struct):
 _decode_outputs = msgspec.json.Decoder(list[_Output]).decode
 
 
-class RowTensor(NamedTuple):
-    """One tensor of the output of a row."""
-
-    datatype: str
-    # Without the batch.
-    shape: Sequence[int]
-    part: Part
-
-
-# By name.
-Row = dict[str, RowTensor]
-
-
 def join_rows(rows: Sequence[Row]) -> list[OutputRows]:
     """The output tensors of a call, from what was read of each of its rows; raises UpstreamProtocolFault."""
     first = rows[0]
     for row in rows[1:]:
-        is_alike = row.keys() == first.keys() and all(
-            row[name][:2] == (datatype, shape) for name, (datatype, shape, _) in first.items()
-        )
+        is_alike = row.keys() == first.keys() and all(row[name][:2] == tensor[:2] for name, tensor in first.items())
         if not is_alike:
             raise UpstreamProtocolFault(
                 "the rows of this call have outputs of different names, datatypes or shapes, which are no one tensor; "
                 "send each row in a call of its own"
             )
     return [
-        OutputRows(name, datatype, (len(rows), *shape), [row[name].part for row in rows])
-        for name, (datatype, shape, _) in first.items()
+        OutputRows(name, tensor.datatype, (len(rows), *tensor.shape), [row[name] for row in rows])
+        for name, tensor in first.items()
     ]
 
 
@@ -287,7 +279,7 @@ def read_row(value: Data) -> Row:
     try:
         if is_packed(value):
             tensors = [
-                (tensor.name, RowTensor(tensor.datatype, tuple(tensor.shape[1:]), Part(tensor.data, True)))
+                (tensor.name, RowTensor(tensor.datatype, tuple(tensor.shape[1:]), tensor.data, True))
                 for tensor in unpack_tensors(value)
             ]
         else:
@@ -301,5 +293,5 @@ def read_row(value: Data) -> Row:
 
 
 def _row_of(output: _Output) -> RowTensor:
-    part = Part(memoryview(output.data)[1:-1], False) if output.b64 is None else Part(output.b64, True)
-    return RowTensor(output.datatype, tuple(output.shape[1:]), part)
+    data = memoryview(output.data)[1:-1] if output.b64 is None else output.b64
+    return RowTensor(output.datatype, tuple(output.shape[1:]), data, output.b64 is not None)

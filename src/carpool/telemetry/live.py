@@ -1,9 +1,9 @@
 """What happens in a second, collected only while there is a viewer. Pure: `now` is an argument.
 
-1. `Collector` gets events of requests and batches (core/events.py) and cuts a `LivePart` each second. What it keeps is
-   bounded: counts, the slowest few requests, the batches under way, and BATCHES_MAX of those that ended. Where more
-   ended, every second of them is kept, then every fourth, and so on. Slow requests that were shown are
-   remembered for as long as a page shows them; other requests of the same time are forgotten sooner.
+1. `Collector` gets events of requests and batches (core/events.py) and cuts a `LivePart` each second. It keeps counts,
+   the slowest few requests, the batches under way, and those of this second, of which an even sample is shown. Slow
+   requests that were shown are remembered for as long as a page shows them; other requests of the same time are
+   forgotten sooner.
 2. A call that failed and was made again is shown as a batch of its own that ended with an error.
 3. `Merger` adds up the parts of a fleet. The events of a part count once, whenever it comes; rates and totals are
    those of the last part of each process.
@@ -71,9 +71,6 @@ class Collector(Subscriber):
         self._failed = [0] * count
         self._latencies: list[dict[int, int]] = [{} for _ in range(count)]
         self._ended: list[LiveBatch] = []
-        self._batches_ended = 0
-        # Every how many-th batch is kept.
-        self._stride = 1
         # A heap of the slowest, the least slow first; `number` keeps requests from being compared.
         self._slow: list[tuple[float, int, SlowRequest, Request]] = []
         # Batches of which a request was added; how many were; and the seconds to exceed once the heap is full.
@@ -97,7 +94,7 @@ class Collector(Subscriber):
             counts[request.tier] += 1
         before = self._running.pop(named.id, None)
         if before is not None:
-            self._keep(_ended(before, now, FAILED))
+            self._ended.append(_ended(before, now, FAILED))
         self._running[named.id] = LiveBatch(
             named.id, named.model, endpoint, len(batch), now, 0.0, "", named.reason, attempt, tuple(counts)
         )
@@ -106,7 +103,7 @@ class Collector(Subscriber):
         """A batch is over."""
         running = self._running.pop(batch.id, None)
         if running is not None:
-            self._keep(_ended(running, batch.ended, batch.result))
+            self._ended.append(_ended(running, batch.ended, batch.result))
 
     def settled(self, request: Request, outcome: Outcome) -> None:
         """A request got its outcome."""
@@ -141,15 +138,6 @@ class Collector(Subscriber):
         if len(kept) == SLOW_MAX:
             self._slow_from = kept[0][0]
 
-    def _keep(self, batch: LiveBatch) -> None:
-        self._batches_ended += 1
-        if self._batches_ended % self._stride:
-            return
-        self._ended.append(batch)
-        if len(self._ended) > BATCHES_MAX:
-            self._stride *= 2
-            self._ended = self._ended[1::2]
-
     # The part of a second.
 
     def cut(
@@ -179,7 +167,7 @@ class Collector(Subscriber):
             ),
             latencies=tuple(self._latencies),
             batches=tuple(thinned(batches, batches_max)),
-            batches_ended=self._batches_ended,
+            batches_ended=len(self._ended),
             slow=tuple(slow for _, _, slow, _ in self._slow),
             lanes=tuple(lanes)[:LANES_MAX],
             requests=_whole(outcomes.requests) if isinstance(outcomes, OutcomeNumbers) else {},
@@ -220,8 +208,10 @@ class Merger:
         """The event of a second; `parts` are the last part of each process."""
         fresh = [part for part in parts if part.number > self._counted.get(part.name, 0)]
         self._counted = {part.name: part.number for part in parts}
-        self._latencies.append([self._summed(fresh, tier) for tier in range(len(self._tier_names))])
-        by_tier = [_added(second[tier] for second in self._latencies) for tier in range(len(self._tier_names))]
+        tiers = range(len(self._tier_names))
+        new = [_added(part.latencies[tier] for part in fresh if tier < len(part.latencies)) for tier in tiers]
+        self._latencies.append(new)
+        by_tier = [_added(second[tier] for second in self._latencies) for tier in tiers]
         together = _added(by_tier)
         batches = [(place, batch) for place, part in enumerate(fresh) for batch in part.batches]
         waiting, letters = _of_the_fleet(snapshot)
@@ -252,11 +242,10 @@ class Merger:
         self, tier: int, name: str, parts: Sequence[LivePart], latencies: dict[int, int], waiting: int
     ) -> LiveRates:
         # From the last part of each process, counted before or not: their seconds do not end together.
+        here = [part for part in parts if tier < len(part.tiers)]
+
         def rate(field: str) -> float:
-            total = 0.0
-            for part in parts:
-                if tier < len(part.tiers):
-                    total += getattr(part.tiers[tier], field) / max(part.seconds, 0.001)
+            total: float = sum(getattr(part.tiers[tier], field) / max(part.seconds, 0.001) for part in here)
             return round(total, 1)
 
         admitted, shed = rate("admitted"), rate("shed")
@@ -271,9 +260,6 @@ class Merger:
             p50_ms=quantile(latencies, 0.5),
             p99_ms=quantile(latencies, 0.99),
         )
-
-    def _summed(self, parts: Iterable[LivePart], tier: int) -> dict[int, int]:
-        return _added(part.latencies[tier] for part in parts if tier < len(part.latencies))
 
 
 def step_of(latency_ms: float) -> int:

@@ -1,6 +1,6 @@
 """What answers say: `/openapi.json` is made from these types, and tests hold real answers against them.
 
-Those to operators are in `core/snapshot.py`.
+Other pages for operators are in `core/snapshot.py`.
 Answers to clients are written by hand, for speed (`wire.py`, `gateway.py`), and may get more fields later.
 """
 
@@ -8,8 +8,10 @@ from typing import Annotated, Literal
 
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
+from carpool.core.dead_letter import dead_letter_causes
 from carpool.core.problem import Problem
 from carpool.core.snapshot import Moment, Page
+from carpool.core.webhook import WebhookState
 
 # To clients
 
@@ -83,3 +85,57 @@ class Ready(Page, frozen=True):
 
     ready: bool
     reason: Annotated[str, Meta(description="why not")] | UnsetType = UNSET
+
+
+class LetterListed(Page, frozen=True):
+    """A dead letter without its input."""
+
+    id: int
+    request_id: str
+    model: str
+    cause: Annotated[
+        str,
+        Meta(
+            description="the code of an error; unknown: another version of Carpool wrote this letter",
+            extra_json_schema={"enum": [*dead_letter_causes(), "unknown"]},
+        ),
+    ]
+    detail: Annotated[str, Meta(description="what its client was told")]
+    sends: Annotated[int, Meta(description="how often it was sent to an endpoint")]
+    buried_at: Moment
+    size: Annotated[int, Meta(description="bytes of input and parameters")]
+
+
+class LetterShown(LetterListed, frozen=True):
+    """A dead letter with its input."""
+
+    owner: Annotated[str, Meta(description="whom it counts for: the client's address; empty if that is not known")]
+    input: Raw
+    parameters: Annotated[Raw, Meta(extra_json_schema={"type": ["object", "null"]})]
+
+
+class LettersListed(Page, frozen=True):
+    """Some dead letters, and how many there are."""
+
+    dead_letters: list[LetterListed]
+    total: int
+
+
+class LettersDropped(Page, frozen=True):
+    """How many there were."""
+
+    dropped: int
+
+
+class WebhooksListed(Page, frozen=True):
+    """Some webhooks that wait, and how many there are."""
+
+    webhooks: list[WebhookState]
+    total: int
+    bytes: Annotated[int, Meta(description="what all of them count; 256 MiB is the bound")]
+
+
+class WebhooksRetried(Page, frozen=True):
+    """How many are due now."""
+
+    retried: int

@@ -541,7 +541,7 @@ class Connection(asyncio.Protocol):
             ReceiveTimeout(f"the request did not arrive within {self.limits.receive_timeout_s:g} s; send it faster")
         )
 
-    # Responses (Sink)
+    # Responses
 
     def respond(self, exchange: Exchange, status: int, body: Body, content_type: bytes, headers: bytes) -> None:
         """Take a whole response."""

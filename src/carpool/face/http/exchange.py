@@ -1,12 +1,13 @@
 """One request and its response on one connection: what the routes see of HTTP."""
 
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from carpool.core.errors import CarpoolError
-from carpool.core.ports import Peer
 from carpool.core.tensors import Data
+
+if TYPE_CHECKING:
+    from carpool.face.http.connection import Connection
 
 JSON = b"application/json"
 # A body, or parts of one: the connection joins them, so that a long body is copied once.
@@ -54,61 +55,6 @@ class ExchangeWorker:
         """A writer that had to wait may go on."""
 
 
-class Sink(Protocol):
-    """Where answers go: what exchanges, and so routes, see of their connection."""
-
-    # The other end.
-    peer: Peer
-
-    def respond(self, exchange: "Exchange", status: int, body: Body, content_type: bytes, headers: bytes) -> None:
-        """Take a whole answer."""
-        ...
-
-    def answer(self, exchange: "Exchange", pieces: tuple[bytes, Data, bytes], headers: bytes) -> None:
-        """Take a whole 200 of JSON, in pieces: the usual answer."""
-        ...
-
-    def answer_error(self, exchange: "Exchange", error: CarpoolError) -> None:
-        """Take an error that many clients get, and that is never raised."""
-        ...
-
-    def begin(self, exchange: "Exchange", status: int, content_type: bytes, headers: bytes) -> None:
-        """Take the start of an answer that comes in parts."""
-        ...
-
-    def write(self, exchange: "Exchange", part: bytes) -> bool:
-        """Take a part of it; false if the writer is to wait for `writable`."""
-        ...
-
-    def end(self, exchange: "Exchange") -> None:
-        """That was the last part."""
-        ...
-
-    def break_off(self) -> None:
-        """End the connection at once: its client does not read, or the rest of a response will not come."""
-        ...
-
-    def handle(self, exchange: "Exchange") -> None:
-        """Give it to the routes once more: the verdict that its route waited for is known."""
-        ...
-
-    def pause_reading(self) -> None:
-        """Take no more from the client."""
-        ...
-
-    def pump(self) -> None:
-        """Read on from the client, unless it does not read its answers."""
-        ...
-
-    def is_gone(self) -> bool:
-        """Whether the connection is gone."""
-        ...
-
-    def note_problem(self, exchange: "Exchange", error: CarpoolError) -> None:
-        """The answer to an exchange is an error."""
-        ...
-
-
 class Exchange(msgspec.Struct, eq=False):
     """One received request, and the way to answer it. Answers may come in any order; they leave in order.
 
@@ -116,7 +62,7 @@ class Exchange(msgspec.Struct, eq=False):
     has left.
     """
 
-    sink: Sink
+    sink: "Connection"
     method: bytes
     # As the client sent it, without scheme and authority: path and query.
     target: bytes

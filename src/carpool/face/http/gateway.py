@@ -45,7 +45,7 @@ from carpool.face.http.wire import (
     latency_ms,
     predict_pieces,
 )
-from carpool.face.intake import Intake, ServedModel, new_request_id
+from carpool.face.intake import WAIT_MS_MAX, Intake, ServedModel, new_request_id
 from carpool.face.octets import OCTETS, Octets, base64_bytes, octets_in, wants_octets
 
 logger = logging.getLogger("carpool.http")
@@ -60,13 +60,6 @@ TASK_ID = re.compile(r"[0-9a-f]{32}\Z").match
 def no_callbacks(url: str) -> str:
     """Refuse every `callback_url`, where no webhooks are sent."""
     raise CallbackDenied("this gateway sends no webhooks; poll the task instead")
-
-
-class HttpFaceSettings(msgspec.Struct, frozen=True):
-    """What these routes must know of the configuration."""
-
-    wait_ms_max: int
-    forget_after_read: bool
 
 
 class ParkedReplies:
@@ -134,21 +127,21 @@ class GatewayRoutes(ExchangeWorker):
     def __init__(
         self,
         intake: Intake,
-        settings: HttpFaceSettings,
         openapi: bytes,
         traces: RequestTraces | None = None,
         # The `callback_url` of a task as it is kept; raises CallbackDenied.
         check_callback: Callable[[str], str] = no_callbacks,
+        *,
+        forget_after_read: bool = False,
     ) -> None:
         self._intake = intake
         self._check_callback = check_callback
         # None where nothing is traced.
         self._begin_trace = None if traces is None else traces.begin
-        self._settings = settings
+        self._forget_after_read = forget_after_read
         self._early = intake.early
         # Tiers whose requests are tasks for some model where neither the client nor its key says.
         self._task_tiers = frozenset().union(*(model.task_tiers for model in intake.models()))
-        self._openapi = openapi
         self._inference_replies = ParkedReplies(InferenceAnswers().pieces, "/v1/inference")
         # For clients that accept JSON, and for those that prefer bytes; of some models all clients have bytes.
         route = "/v1/predict"
@@ -162,7 +155,7 @@ class GatewayRoutes(ExchangeWorker):
         self.router.add(b"POST", b"/v1/predict", self.predict)
         self.router.add(b"GET", b"/v1/result/", self.result)
         self.router.add(b"DELETE", b"/v1/result/", self.delete)
-        self.router.add(b"GET", b"/openapi.json", self.openapi)
+        self.router.add(b"GET", b"/openapi.json", lambda exchange, _: exchange.respond(200, openapi))
 
     def inference(self, exchange: Exchange, _: str) -> None:
         """`POST /v1/inference`: a synchronous request, or a task."""
@@ -236,8 +229,7 @@ class GatewayRoutes(ExchangeWorker):
             model = self._intake.default_model if named is None else self._intake.model(named, caller)
             if not exchange.body:
                 raise Malformed("the body is empty; send the input's bytes")
-            if len(exchange.body) > model.body_bytes_max:
-                raise too_large_for(model)
+            check_size(exchange, model)
             value = model.binary_input(exchange.body)
         else:
             check_media(exchange, "application/json or application/octet-stream")
@@ -245,12 +237,11 @@ class GatewayRoutes(ExchangeWorker):
             if named is not None and named != call.model_id:
                 raise Malformed("`model_id` in the query is another than in the body; name the model once")
             model = self._intake.model(call.model_id, caller)
+            check_size(exchange, model)
             if model.output_bytes is None:
                 value = checked_input(call.input_data, "input_data")
             else:
                 value = model.binary_input(base64_bytes(call.input_data))
-        if len(exchange.body) > model.body_bytes_max:
-            raise too_large_for(model)
         headers = exchange.headers
         own_id, both = request_id(headers), self._predict_replies[model.name]
         replies = both[b"accept" in headers and wants_octets(headers[b"accept"])]
@@ -263,9 +254,8 @@ class GatewayRoutes(ExchangeWorker):
         """`GET /v1/result/{task_id}`, with a long poll if the client asks for one."""
         caller = self._intake.identify(exchange.headers, exchange.sink.peer)
         wait_text = query_of(exchange).get("wait_ms", "0")
-        wait_ms_max = self._settings.wait_ms_max
-        if not (wait_text.isascii() and wait_text.isdigit() and len(wait_text) < 9 and int(wait_text) <= wait_ms_max):
-            raise Malformed(f"`wait_ms` must be a whole number from 0 to {wait_ms_max}")
+        if not (wait_text.isascii() and wait_text.isdigit() and len(wait_text) < 9 and int(wait_text) <= WAIT_MS_MAX):
+            raise Malformed(f"`wait_ms` must be a whole number from 0 to {WAIT_MS_MAX}")
 
         def answer(task: StoredTask | CarpoolError) -> bool:
             if isinstance(task, CarpoolError):
@@ -278,7 +268,7 @@ class GatewayRoutes(ExchangeWorker):
             caller=caller,
             task_id=possible_task_id(task_id),
             wait_s=int(wait_text) / 1000,
-            forget=self._settings.forget_after_read,
+            forget=self._forget_after_read,
             answer=answer,
         )
         if exchange.response is None:
@@ -295,10 +285,6 @@ class GatewayRoutes(ExchangeWorker):
                 respond_problem(exchange, error)
 
         self._intake.delete(caller=caller, task_id=possible_task_id(task_id), done=deleted)
-
-    def openapi(self, exchange: Exchange, _: str) -> None:
-        """`GET /openapi.json`."""
-        exchange.respond(200, self._openapi)
 
     def may_be_task(self, caller: Caller, headers: dict[bytes, bytes], body: bytes) -> bool:
         """Whether the body must be read first: a task is not refused for how long it would wait."""
@@ -387,6 +373,12 @@ def headers_for_answer(headers: dict[bytes, bytes]) -> dict[bytes, bytes]:
 def too_large_for(model: ServedModel) -> TooLarge:
     """The error for a body that is too long for its model."""
     return TooLarge(f"a body for this model may have {model.body_bytes_max} bytes at most; send a shorter one")
+
+
+def check_size(exchange: Exchange, model: ServedModel) -> None:
+    """Raise TooLarge for a body that is longer than the model's may be."""
+    if len(exchange.body) > model.body_bytes_max:
+        raise too_large_for(model)
 
 
 def media_type(content_type: bytes) -> bytes:

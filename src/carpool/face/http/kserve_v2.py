@@ -8,23 +8,20 @@ import asyncio
 from collections.abc import Callable, Generator
 from functools import partial
 from typing import Any
-from urllib.parse import unquote
 
 import msgspec
 
-from carpool.core.errors import CarpoolError, MethodNotAllowed, NotFound, UnknownModel, UnsupportedMedia
+from carpool.core.errors import CarpoolError, UnknownModel, UnsupportedMedia
 from carpool.core.outcome import Output
 from carpool.core.ports import Caller, RequestTraces
 from carpool.core.timers import TURN_S
 from carpool.face.http.exchange import JSON, Exchange
 from carpool.face.http.faces import INFER, model_with_face
-from carpool.face.http.gateway import check_encoding, media_type
+from carpool.face.http.gateway import check_encoding, check_size, media_type
 from carpool.face.http.ids import echo_line, given_id
 from carpool.face.http.known_heads import is_of_page
-from carpool.face.http.list_bodies import check_size
 from carpool.face.http.lists import Answers, ListCall, ListFace, Work
-from carpool.face.http.problem import problem_headers
-from carpool.face.http.router import Router, split_target
+from carpool.face.http.router import Router
 from carpool.face.http.v2_wire import V2Answer, parse_call, write_answer
 from carpool.face.intake import Intake, ServedModel, as_error
 from carpool.face.octets import OCTETS
@@ -51,70 +48,46 @@ class KServeV2Routes(ListFace):
         self._is_up = is_up
 
     def add_to(self, router: Router) -> None:
-        """Serve these paths."""
-        router.mount(b"/v2", self.serve)
+        """Serve these paths. Every error is answered in the protocol's form."""
+        own = Router(lambda exchange, error: self.refuse(exchange, error, ""))
+        about = {"name": "carpool", "version": __version__, "extensions": ["binary_tensor_data"]}
+        own.add(b"GET", b"/v2", lambda exchange, _: exchange.respond(200, msgspec.json.encode(about)))
+        own.add(b"GET", b"/v2/health/live", lambda exchange, _: exchange.respond(200, b'{"live":true}'))
+        own.add(b"GET", b"/v2/health/ready", self.ready)
+        for path in (b"/v2/models/*", b"/v2/models/*/versions/*"):
+            own.add(b"GET", path, self.metadata)
+            own.add(b"GET", path + b"/ready", self.model_ready)
+            own.add(b"POST", path + b"/infer", self.serve)
+        router.mount(b"/v2", own.serve)
+
+    def ready(self, exchange: Exchange, _: str) -> None:
+        """`GET /v2/health/ready`."""
+        is_ready = any(self._is_up(model.name) for model in self.intake.models())
+        _tell_if(exchange, is_ready, b'{"ready":true}')
+
+    def metadata(self, exchange: Exchange, rest: str) -> None:
+        """`GET /v2/models/NAME`."""
+        exchange.respond(200, msgspec.json.encode(metadata_of(self._model(exchange, rest)[1])))
+
+    def model_ready(self, exchange: Exchange, rest: str) -> None:
+        """`GET /v2/models/NAME/ready`."""
+        model = self._model(exchange, rest)[1]
+        _tell_if(exchange, self._is_up(model.name), msgspec.json.encode({"name": model.name, "ready": True}))
 
     def serve(self, exchange: Exchange, rest: str = "") -> None:
-        """Serve one exchange. Every error is answered in the protocol's form."""
+        """`POST /v2/models/NAME/infer`."""
         try:
-            self._serve(exchange)
-        except MethodNotAllowed as error:
-            if exchange.method == b"OPTIONS":
-                exchange.respond(204, b"", b"", problem_headers(error))
-            else:
-                self.refuse(exchange, error, "")
+            caller, model = self._model(exchange, rest)
+            self.take(exchange, model, caller, given_id(exchange.headers) or "")
         except Exception as failure:
             self.refuse(exchange, as_error(failure), "")
 
-    def _serve(self, exchange: Exchange) -> None:
-        match split_target(exchange.target)[0].split(b"/")[2:]:
-            case []:
-                check_method(exchange, b"GET")
-                about = {"name": "carpool", "version": __version__, "extensions": ["binary_tensor_data"]}
-                exchange.respond(200, msgspec.json.encode(about))
-            case [b"health", b"live"]:
-                check_method(exchange, b"GET")
-                exchange.respond(200, b'{"live":true}')
-            case [b"health", b"ready"]:
-                check_method(exchange, b"GET")
-                is_ready = any(self._is_up(model.name) for model in self.intake.models())
-                self._tell_if(exchange, is_ready, b'{"ready":true}')
-            case [b"models", name, b"versions", version, *rest] if len(rest) <= 1:
-                self._of_model(exchange, name, version.decode("latin-1"), rest)
-            case [b"models", name, *rest] if len(rest) <= 1:
-                self._of_model(exchange, name, None, rest)
-            case _:
-                raise nothing_here()
-
-    def _of_model(self, exchange: Exchange, name: bytes, version: str | None, rest: list[bytes]) -> None:
-        match rest:
-            case []:
-                check_method(exchange, b"GET")
-                model = self._model(exchange, name, version)[1]
-                exchange.respond(200, msgspec.json.encode(metadata_of(model)))
-            case [b"ready"]:
-                check_method(exchange, b"GET")
-                model = self._model(exchange, name, version)[1]
-                about = msgspec.json.encode({"name": model.name, "ready": True})
-                self._tell_if(exchange, self._is_up(model.name), about)
-            case [b"infer"]:
-                check_method(exchange, b"POST")
-                caller, model = self._model(exchange, name, version)
-                self.take(exchange, model, caller, given_id(exchange.headers) or "")
-            case _:
-                raise nothing_here()
-
-    def _tell_if(self, exchange: Exchange, is_ready: bool, about: bytes) -> None:
-        if is_ready:
-            exchange.respond(200, about)
-        else:
-            exchange.respond(503, b'{"error":"not ready"}')
-
-    def _model(self, exchange: Exchange, name: bytes, version: str | None) -> tuple[Caller, ServedModel]:
-        """The caller and the model of an exchange; raises the refusal."""
+    def _model(self, exchange: Exchange, rest: str) -> tuple[Caller, ServedModel]:
+        """The caller and the model of an exchange, whose path has a name and perhaps a version; raises the refusal."""
+        name, _, version = rest.partition("/")
         caller = self.intake.identify(exchange.headers, exchange.sink.peer)
-        model = model_with_face(self.intake, decoded(name), INFER, caller)
-        if version is not None:
+        model = model_with_face(self.intake, name, INFER, caller)
+        if version:
             check_version(model, version)
         return caller, model
 
@@ -158,14 +131,13 @@ class InferWork(Work):
         super().__init__(face, exchange, call, own_id)
         self._version = call.model.tensors.version if call.model.tensors else ""
 
-    def came(self, number: int, output: Output) -> Row:
+    def piece(self, number: int, output: Output) -> Row:
         """The output of one row."""
         if number == 0:
             self._version = output.call.model_version or self._version
-        self._hold(len(output.value))
         return read_row(output.value)
 
-    def _go_on(self) -> None:
+    def _respond(self) -> None:
         call, outputs = self._call, join_rows(self._parts)
         steps = write_answer(call.model.name, self._version, call.id, outputs, call.how)
         self._face.answers.turns.now(partial(self._write, steps))
@@ -197,22 +169,8 @@ class InferWork(Work):
             exchange.respond(200, answer.body, OCTETS, lines)
 
 
-def check_method(exchange: Exchange, method: bytes) -> None:
-    """Refuse any other."""
-    taken = (b"GET", b"HEAD", b"OPTIONS") if method == b"GET" else (method, b"OPTIONS")
-    if exchange.method not in taken[:-1]:
-        allow = b", ".join(taken).decode()
-        raise MethodNotAllowed(f"this path takes {allow}", allow=allow)
-
-
-def nothing_here() -> NotFound:
-    """The error for other paths."""
-    return NotFound("there is nothing at this path; GET /openapi.json lists what there is")
-
-
-def decoded(segment: bytes) -> str:
-    """A segment of a path as text."""
-    return unquote(segment.decode("latin-1"))
+def _tell_if(exchange: Exchange, is_ready: bool, about: bytes) -> None:
+    exchange.respond(200 if is_ready else 503, about if is_ready else b'{"error":"not ready"}')
 
 
 def check_version(model: ServedModel, version: str) -> None:

@@ -8,11 +8,8 @@ import msgspec
 from msgspec import UNSET, Meta, Raw
 
 from carpool.core.errors import Malformed, UpstreamProtocolFault
-from carpool.face.http.exchange import Exchange
-from carpool.face.http.gateway import too_large_for
 from carpool.face.http.strict_json import QUOTE
 from carpool.face.http.wire import body_fault, canonical_parameters, checked_input
-from carpool.face.intake import ServedModel
 
 # OpenAI's own limit.
 INPUTS_MAX = 2048
@@ -140,12 +137,6 @@ def checked_text(value: bytes, field: str, *, is_short: bool = True) -> bytes:
 def parameters_of(fields: dict[str, Raw]) -> bytes:
     """Fields that are passed on, as canonical parameters; raises Malformed."""
     return canonical_parameters(Raw(msgspec.json.encode(fields))) if fields else b""
-
-
-def check_size(exchange: Exchange, model: ServedModel) -> None:
-    """Raise TooLarge for a body that is longer than the model's may be."""
-    if len(exchange.body) > model.body_bytes_max:
-        raise too_large_for(model)
 
 
 def vector(value: bytes) -> bytes:

@@ -2,8 +2,8 @@
 
 1. A call of k inputs counts as k for its owner's rate limit, or as one if it cannot be read; all of it comes in or
    nothing. It is read first for that: so no body may hold more than INPUTS_MAX.
-2. Outputs are turned into pieces of the answer as they come, so much in a turn of the event loop and the rest in the
-   next ones. A piece is a copy, and what it was made from is dropped: an answer is held once.
+2. Outputs are turned into pieces of the answer as they come, or, where a turn of the event loop has no more time for
+   that, in the next ones. A piece is a copy, and what it was made from is dropped: an answer is held once.
 3. What all calls hold of answers is bounded: beyond `bytes_max` a call ends with a 503.
 4. A long answer leaves in parts, as its client reads it.
 5. Any exception ends its own call alone, with an error in the face's own form.
@@ -39,8 +39,6 @@ from carpool.face.intake import Intake, RequestGroup, ServedModel, as_error, new
 
 logger = logging.getLogger("carpool.http")
 
-# So many bytes of outputs are made into pieces of answers in a turn: some 2 ms of work.
-TURN_BYTES = 512 * 1024
 # A longer answer leaves in parts of this size, so many in a turn.
 PART_BYTES = 64 * 1024
 PARTS_A_TURN = 16
@@ -64,25 +62,12 @@ class ListCall(msgspec.Struct, eq=False):
 
 
 class Answers:
-    """What all calls have together: the bytes that are held, and the work of this turn."""
+    """What all calls have together: the bytes that are held, and the turns in which answers are put together."""
 
     def __init__(self, bytes_max: int, turns: SharedTurns | None = None) -> None:
         self.bytes_max = bytes_max
         self.held = 0
-        self._left = TURN_BYTES
-        # For work that is measured in seconds.
         self.turns = SharedTurns() if turns is None else turns
-
-    def may_work(self, size: int) -> bool:
-        """Whether so many bytes may be worked on in this turn; one piece always may."""
-        if self._left == TURN_BYTES:
-            asyncio.get_running_loop().call_soon(self._next_turn)
-        is_now = self._left > 0
-        self._left -= size if is_now else 0
-        return is_now
-
-    def _next_turn(self) -> None:
-        self._left = TURN_BYTES
 
 
 class ListFace(ExchangeWorker):
@@ -275,61 +260,64 @@ class Work(ExchangeWorker):
         self._exchange = exchange
         self._call = call
         self._own_id = own_id
-        self._is_list = len(call.values) > 1
         # Of the answer; written from the front.
-        self._parts: list[Any] = []
+        self._parts: list[Any] = [b""] * len(call.values)
         self._written = 0
-        # Numbers of the outputs that are not pieces yet, and the bytes that are held.
-        self._unmade: list[int] = []
+        # How many outputs came and are not pieces yet, and the bytes that are held.
+        self._unmade = 0
+        self._has_all = False
         self._held = 0
         self._is_over = False
         self.group: RequestGroup | None = None
         exchange.worker = self
 
-    def came(self, number: int, output: Output) -> Any:
-        """Make an output a piece, or keep it for a later turn."""
-        answers = self._face.answers
-        if answers.may_work(len(output.value)):
-            piece = self._face.piece(self._call, number, output)
-            self._hold(len(piece))
-            return piece
-        self._unmade.append(number)
+    def came(self, number: int, output: Output) -> None:
+        """Make an output a piece, in this turn or a later one."""
         self._hold(len(output.value))
-        return output
+        self._unmade += 1
+        self._face.answers.turns.now(partial(self._make, number, output), self)
+        if self._is_over:
+            raise ClientLeft("the call has failed")  # its client has the error: the group cancels the other requests
 
     def answer(self, outcomes: Sequence[Any], number: int | None) -> None:
-        """All pieces are there, or an error."""
+        """All outputs came, or an error."""
         if self._is_over:
             return
-        if len(outcomes) == 1 and isinstance(outcomes[0], CarpoolError):
+        if outcomes and isinstance(outcomes[0], CarpoolError):
             self._fail(outcomes[0], number)
             return
-        self._parts = list(outcomes)
-        self._go_on()
+        self._has_all = True
+        if not self._unmade:
+            self._finish()
 
-    def _go_on(self) -> None:
-        """Make the pieces that are left, as many as this turn has room for; then answer."""
+    def _make(self, number: int, output: Output) -> None:
         if self._is_over:
             return
-        answers, unmade = self._face.answers, self._unmade
-        number = None
         try:
-            while unmade:
-                number = unmade[-1]
-                output = self._parts[number]
-                if not answers.may_work(len(output.value)):
-                    asyncio.get_running_loop().call_soon(self._go_on)
-                    return
-                piece = self._parts[number] = self._face.piece(self._call, number, output)
-                self._hold(len(piece) - len(output.value))
-                unmade.pop()
-            self._respond()
+            self._parts[number] = self.piece(number, output)
         except Exception as failure:
             self._fail(as_error(failure), number)
+            return
+        self._unmade -= 1
+        if self._has_all and not self._unmade:
+            self._finish()
+
+    def piece(self, number: int, output: Output) -> Any:
+        """An output's part of the answer."""
+        piece = self._face.piece(self._call, number, output)
+        self._hold(len(piece) - len(output.value))
+        return piece
+
+    def _finish(self) -> None:
+        try:
+            self._respond()
+        except Exception as failure:
+            self._fail(as_error(failure), None)
 
     def _fail(self, error: CarpoolError, number: int | None) -> None:
-        self._end()
-        self._face.refuse(self._exchange, error, self._own_id, number if self._is_list else None)
+        is_list = len(self._parts) > 1
+        self.client_left(self._exchange)
+        self._face.refuse(self._exchange, error, self._own_id, number if is_list else None)
 
     def _respond(self) -> None:
         exchange = self._exchange
@@ -390,7 +378,7 @@ class Work(ExchangeWorker):
         """Nothing is held any more."""
         self._is_over = True
         self._face.answers.held -= self._held
-        self._held, self._parts, self._unmade = 0, [], []
+        self._held, self._parts = 0, []
 
 
 def id_line(own_id: str) -> bytes:

@@ -1,4 +1,4 @@
-"""`GET /internal/live`: a second after the other, as server-sent events.
+"""Server-sent events, and `GET /internal/live`, which sends one each second.
 
 1. An event is encoded once for all viewers.
 2. There are VIEWERS_MAX of them at most.
@@ -10,12 +10,15 @@ from collections.abc import Callable
 from carpool.core.errors import QueueFull
 from carpool.face.http.exchange import Exchange, ExchangeWorker
 from carpool.face.http.problem import respond_problem
-from carpool.face.http.server_sent import EVENT_STREAM, HEADERS, event_of, retry_after
+
+EVENT_STREAM = b"text/event-stream"
+HEADERS = b"Cache-Control: no-store\r\nX-Content-Type-Options: nosniff\r\nX-Accel-Buffering: no\r\n"
+# A comment: it keeps proxies from taking the connection for dead, and shows whether the client is still there.
+HEARTBEAT = b":\n\n"
 
 VIEWERS_MAX = 64
 # Events that a viewer may miss in a row because it does not read.
 MISSED_MAX = 5
-RETRY = retry_after(1)
 
 
 class Viewers(ExchangeWorker):
@@ -44,7 +47,7 @@ class Viewers(ExchangeWorker):
         self._missed[exchange] = 0
         exchange.worker = self
         self._changed()
-        exchange.write(RETRY + event_of(self._first()))
+        exchange.write(retry_after(1) + event_of(self._first()))
 
     def show(self, event: bytes) -> None:
         """Send an event, which is JSON on one line, to every viewer."""
@@ -62,3 +65,19 @@ class Viewers(ExchangeWorker):
         """A viewer has left."""
         self._missed.pop(exchange, None)
         self._changed()
+
+
+def event_of(data: bytes, name: bytes = b"", event_id: bytes = b"") -> bytes:
+    """An event with this data; nothing for nothing."""
+    if not data:
+        return b""
+    if b"\n" in data or b"\r" in data:  # a line each, of which the client makes one text again
+        data = data.replace(b"\r\n", b"\n").replace(b"\r", b"\n").replace(b"\n", b"\ndata: ")
+    named = b"event: %b\n" % name if name else b""
+    numbered = b"id: %b\n" % event_id if event_id else b""
+    return b"%b%bdata: %b\n\n" % (named, numbered, data)
+
+
+def retry_after(seconds: float) -> bytes:
+    """The line that sets how long a browser waits before it connects again."""
+    return b"retry: %d\n\n" % round(seconds * 1000)

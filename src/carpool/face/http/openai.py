@@ -23,8 +23,9 @@ from carpool.core.outcome import Output
 from carpool.core.ports import Caller
 from carpool.face.http.exchange import JSON, Exchange
 from carpool.face.http.faces import COMPLETIONS, EMBEDDINGS, model_with_face
+from carpool.face.http.gateway import check_size
 from carpool.face.http.ids import request_id
-from carpool.face.http.list_bodies import check_size, fields_of, not_a_vector, parameters_of, text_of, texts_of, vector
+from carpool.face.http.list_bodies import fields_of, not_a_vector, parameters_of, text_of, texts_of, vector
 from carpool.face.http.lists import ListCall, ListFace, id_line
 from carpool.face.http.problem import advice_lines
 from carpool.face.http.strict_json import QUOTE
@@ -138,9 +139,8 @@ class CompletionsFace(OpenAiFace):
         model = named_model(self.intake, fields, COMPLETIONS, caller)
         check_size(exchange, model)
         values = texts_of(fields.pop("prompt", None), "prompt")
-        is_stream = flag_of(fields, "stream")
-        options = fields.pop("stream_options", None)
-        wants_usage = options is not None and read_as(_StreamOptions, options, "stream_options").include_usage
+        is_stream = read_as(bool, fields, "stream", b"false")
+        wants_usage = read_as(_StreamOptions, fields, "stream_options", b"{}").include_usage
         for name in ("n", "best_of"):
             if bytes(fields.pop(name, b"1")) != b"1":
                 raise Malformed(f"`{name}` must be 1: there is one completion for each prompt")
@@ -157,9 +157,9 @@ class CompletionsFace(OpenAiFace):
             choice = _decode_choice(value)
             usage = _decode_usage(choice.pop("usage", b"{}"))
         except (msgspec.DecodeError, RecursionError):
-            raise not_a_text() from None
+            choice = {}
         if "text" not in choice:
-            raise not_a_text()
+            raise UpstreamProtocolFault("the model's output is no text; ask it at /v1/inference")
         call.prompt_tokens += usage.prompt_tokens
         call.completion_tokens += usage.completion_tokens
         # The number of the prompt: an `index` of the model knows nothing of this call.
@@ -250,18 +250,12 @@ def named_model(intake: Intake, fields: dict[str, Raw], path: str, caller: Calle
 Read = TypeVar("Read")
 
 
-def read_as(kind: type[Read], value: Raw, name: str) -> Read:
-    """A field of a body; raises Malformed."""
+def read_as(kind: type[Read], fields: dict[str, Raw], name: str, default: bytes) -> Read:
+    """A field of a body, taken out; raises Malformed."""
     try:
-        return msgspec.json.decode(value, type=kind)
+        return msgspec.json.decode(fields.pop(name, default), type=kind)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
         raise Malformed(f"`{name}` is not what it should be") from None
-
-
-def flag_of(fields: dict[str, Raw], name: str) -> bool:
-    """A field that is true or false, taken out."""
-    value = fields.pop(name, None)
-    return value is not None and read_as(bool, value, name)
 
 
 def count_tokens(values: Sequence[bytes]) -> int:
@@ -278,11 +272,6 @@ def as_base64(value: bytes) -> bytes:
     except (msgspec.DecodeError, RecursionError, OverflowError):
         raise not_a_vector() from None
     return b'"%b"' % b64encode(packed)
-
-
-def not_a_text() -> UpstreamProtocolFault:
-    """The error for an output that is no text."""
-    return UpstreamProtocolFault("the model's output is no text; ask it at /v1/inference")
 
 
 @lru_cache(LINES_KEPT)

@@ -16,16 +16,20 @@ from carpool.core.errors import CarpoolError, all_errors
 from carpool.core.problem import Problem
 from carpool.core.snapshot import FleetState, Health
 from carpool.core.timeline import RequestState
-from carpool.face.http.answers import InferenceAnswer, PredictAnswer, Ready, StreamTicket, TaskAccepted, TaskState
-from carpool.face.http.dead_letters import LettersDropped, LetterShown, LettersListed
-from carpool.face.http.webhooks import WebhooksListed, WebhooksRetried
+from carpool.face.http import answers
 from carpool.face.http.wire import InferenceCall, PredictCall
 
 Json = dict[str, Any]
 
 REFERENCE = "#/components/schemas/{name}"
-ANSWERS = (InferenceAnswer, PredictAnswer, TaskAccepted, TaskState, StreamTicket)
-OF_DEAD_LETTERS = (LettersListed, LetterShown, LettersDropped, Replayed, ReplayReport)
+TO_CLIENTS = (
+    answers.InferenceAnswer,
+    answers.PredictAnswer,
+    answers.TaskAccepted,
+    answers.TaskState,
+    answers.StreamTicket,
+)
+OF_LISTS = (answers.LettersListed, answers.LetterShown, answers.LettersDropped, answers.WebhooksListed)
 OF_TENSOR_MODELS = "/v2/models/"
 
 
@@ -42,7 +46,7 @@ def gateway_openapi(
 
     Without `names_models` no model is named: reading this needs no credential, and a credential may be for some only.
     """
-    document = read("openapi.json", InferenceCall, PredictCall, *ANSWERS)
+    document = read("openapi.json", InferenceCall, PredictCall, *TO_CLIENTS)
     schemas = document["components"]["schemas"]
     named: Json = {"enum": models} if names_models else {}
     default: Json = {"default": default_model} if names_models else {}
@@ -65,8 +69,8 @@ def gateway_openapi(
 
 def admin_openapi() -> bytes:
     """The description of the port for operators."""
-    pages = (Problem, Health, Ready, FleetState, RequestState)
-    document = read("openapi_admin.json", *pages, *OF_DEAD_LETTERS, WebhooksListed, WebhooksRetried)
+    pages = (Problem, Health, answers.Ready, FleetState, RequestState, Replayed, ReplayReport, answers.WebhooksRetried)
+    document = read("openapi_admin.json", *pages, *OF_LISTS)
     document["components"]["schemas"]["DeadLetterCause"] = {"enum": dead_letter_causes()}
     return msgspec.json.encode(document)
 

@@ -1,5 +1,6 @@
 """From a request target to the function that serves it, and what every path has: 404, 405, HEAD, OPTIONS."""
 
+import re
 from collections.abc import Callable
 from urllib.parse import parse_qsl, unquote_to_bytes
 
@@ -12,15 +13,19 @@ QUERY_FIELDS_MAX = 16
 
 
 class Router:
-    """Routes by exact path, or by a pattern in which `*` is the last segment or the last but one; the route gets it.
+    """Routes by exact path, or by a pattern in which each `*` is a segment, or what stands in it before a colon.
 
-    Of the last segment it may be the part before a colon and a verb.
+    The route gets what these are, one after the other with slashes between them.
     """
 
-    def __init__(self) -> None:
-        # By path, then method: whole paths, and those with a `*` in place of the segment that may be any.
+    def __init__(self, refuse: Callable[[Exchange, CarpoolError], None] = respond_problem) -> None:
+        self._refuse = refuse
+        # By path, then method: whole paths, and those with a `*`; and one expression that finds which of these it is.
         self._routes: dict[bytes, dict[bytes, Route]] = {}
         self._patterns: dict[bytes, dict[bytes, Route]] = {}
+        self._find = re.compile(rb"(?!)").fullmatch
+        # By the number of the expression's group: the routes of the pattern that it is, and how many `*` that has.
+        self._found: dict[int, tuple[dict[bytes, Route], int]] = {}
         # By the first segment: the function that serves all paths that begin with it.
         self._mounts: dict[bytes, Callable[[Exchange], None]] = {}
 
@@ -29,13 +34,22 @@ class Router:
         self._mounts[start] = serve
 
     def add(self, method: bytes, path: bytes, route: Route) -> None:
-        """Serve a method of a path. A slash at its end takes one more segment, as does a `*` before the last.
-
-        So does one before a colon and a verb: `/v1/models/*:predict`.
-        """
+        """Serve a method of a path. A slash at its end takes one more segment."""
         pattern = path + b"*" if path.endswith(b"/") and path != b"/" else path
         routes = self._patterns if b"*" in pattern else self._routes
         routes.setdefault(pattern, {})[method] = route
+        # The longest first: `/v1/models/*:predict` before `/v1/models/*`.
+        longest_first = sorted(self._patterns, key=len, reverse=True)
+        group = 1
+        for found in longest_first:
+            self._found[group] = self._patterns[found], found.count(b"*")
+            group += 1 + found.count(b"*")
+        # Before a colon it may have to give characters back.
+        each = [
+            b"(%b)" % re.escape(found).replace(rb"\*:", rb"([^/]+):").replace(rb"\*", rb"([^/]++)")
+            for found in longest_first
+        ]
+        self._find = re.compile(b"|".join(each) or rb"(?!)").fullmatch
 
     def serve(self, exchange: Exchange) -> None:
         """Serve one exchange. What a route raises of the error tree becomes its answer."""
@@ -47,28 +61,19 @@ class Router:
             else:
                 route(exchange, "")  # the hot path: an exact target with a method that is served
         except CarpoolError as error:
-            respond_problem(exchange, error)
+            self._refuse(exchange, error)
 
     def _search(self, exchange: Exchange) -> None:
         path = split_target(exchange.target)[0]
-        rest = b""
         mount = self._mounts.get(path[: end if (end := path.find(b"/", 1)) > 0 else None])
         if mount is not None:
             mount(exchange)
             return
-        routes = self._routes.get(path)
-        if routes is None:
-            head, _, rest = path.rpartition(b"/")
-            name, _, verb = rest.rpartition(b":")
-            routes = self._patterns.get(b"%b/*:%b" % (head, verb)) if name else None
-            if routes is not None:
-                rest = name
-            elif rest:
-                routes = self._patterns.get(head + b"/*")
-            if routes is None:
-                last = rest
-                head, _, rest = head.rpartition(b"/")
-                routes = self._patterns.get(b"%b/*/%b" % (head, last)) if rest else None
+        routes, rest = self._routes.get(path), b""
+        if routes is None and (found := self._find(path)) is not None:
+            group = found.lastindex or 0
+            routes, count = self._found[group]
+            rest = found[group + 1] if count == 1 else b"/".join(found.groups()[group : group + count])
         if path == b"*" and exchange.method == b"OPTIONS":
             exchange.respond(204, b"", b"", b"Allow: GET, HEAD, POST, DELETE, OPTIONS\r\n")
             return

@@ -10,14 +10,13 @@ import struct
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 from carpool.core.clock import STOOD_STILL_S, Clock, monotonic
 from carpool.core.timers import Every
 from carpool.face.http.connection import LINGER_S, UNREAD_BYTES_MIN, Connection
-from carpool.face.http.error_pace import ErrorPace
 from carpool.face.http.exchange import Exchange
-from carpool.face.http.state import ExtraLines, HttpLimits, HttpState
+from carpool.face.http.state import ErrorPace, ExtraLines, HttpLimits, HttpState
 
 TICK_S = 0.05
 # Each tick looks at one of so many parts of the connections, so that ten thousand cost no noticeable pause.
@@ -68,6 +67,8 @@ class HttpServer:
         extra_lines: ExtraLines | None = None,
     ) -> None:
         self.state = HttpState(handler, limits, clock, extra_lines)
+        # Those that are open.
+        self.connections = self.state.connections
         self._servers: list[asyncio.Server] = []
         self._tls: ssl.SSLContext | None = None
         # Duplicates of the listening sockets: with TLS these accept; without, they accept the last connections when
@@ -83,11 +84,6 @@ class HttpServer:
         self._unread_seen = 0
         self._round_began = 0.0
         self._ticks = Every(TICK_S, self.tick)
-
-    @property
-    def connections(self) -> set[Connection]:
-        """Those that are open."""
-        return cast(set[Connection], self.state.connections)
 
     async def start(
         self, host: str, port: int, tls: ssl.SSLContext | None = None, listening: socket.socket | None = None
@@ -125,10 +121,6 @@ class HttpServer:
         """
         if self._tls is not None:
             self._tls = tls
-
-    def connected(self) -> int:
-        """Open connections."""
-        return len(self.connections)
 
     def drain(self) -> None:
         """From now on the last answer of each connection says `Connection: close`."""
@@ -170,10 +162,12 @@ class HttpServer:
             self._begin(accepted)
 
     def _begin(self, accepted: socket.socket) -> None:
-        if self._tls is not None and not self.state.has_place():
+        state = self.state
+        is_full = len(state.connections) + state.handshakes >= state.limits.connections_max
+        if self._tls is not None and is_full:
             accepted.close()  # an error would take a handshake first
             return
-        self.state.handshakes += 1
+        state.handshakes += 1
         adopt = asyncio.get_running_loop().create_task(self._adopt(accepted))
         self._accepted.add(adopt)
         adopt.add_done_callback(self._adopted)

@@ -1,26 +1,35 @@
 """What the connections of one server share: limits, a coarse clock, starts of responses, and what they hold."""
 
-import asyncio
+from collections import deque
 from collections.abc import Callable
 from email.utils import formatdate
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from carpool.core.clock import Clock, monotonic
 from carpool.core.errors import CarpoolError
+from carpool.core.histograms import RequestSeconds
 from carpool.core.ports import RequestTraces
-from carpool.core.timers import SharedTurns
-from carpool.face.http.error_pace import ErrorPace
+from carpool.core.request import Request
+from carpool.core.timers import OncePerTurn, SharedTurns
 from carpool.face.http.exchange import JSON, REASONS, Exchange
 from carpool.face.http.known_heads import KnownHeads
 from carpool.face.http.problem import PROBLEM, ReadyProblem, ready_problem
+from carpool.face.intake import RequestGroup
+
+if TYPE_CHECKING:
+    from carpool.face.http.connection import Connection
 
 # Errors whose answers are kept ready, for a second at most.
 READY_MAX = 1024
+SAMPLE_S = 0.05
+# A sample that waits longer to be let in is given up; rate limits are known sooner, or not at all.
+FOLLOWED_S_MAX = 2.0
 # Reading a longer body takes a while: its request waits for a turn. JSON that is made to be hard takes 40 ms a MiB.
 LONG_BODY_BYTES = 16 * 1024
-
-
+# Each takes some 30 us, most of it to write: a turn lasts a few milliseconds.
+ERRORS_A_TURN = 100
 # Responses that clients have not read yet, over all connections that are behind with reading: of 1 MB, 256.
 UNREAD_BYTES_MAX = 256 * 1024 * 1024
 # A client that takes less than 4 KB of a response in this time is cut off: a modem takes more.
@@ -47,6 +56,42 @@ class HttpLimits(msgspec.Struct, frozen=True):
     accepted_a_turn: int = 1
 
 
+class ErrorPace:
+    """At most ERRORS_A_TURN errors leave in a turn of the event loop; the others wait for the next turns.
+
+    A client that is refused may ask again at once. With a thousand such connections the event loop finds new requests
+    as fast as it refuses, and comes to nothing else. Refusals that wait a few milliseconds keep those clients waiting
+    too. Requests behind a waiting error are not handled before it leaves: a connection has one place here.
+    """
+
+    def __init__(self) -> None:
+        self._left = ERRORS_A_TURN
+        self._waiting: deque[Callable[[], None]] = deque()
+        self._turn = OncePerTurn(self._next_turn)
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def is_now(self, send: Callable[[], None]) -> bool:
+        """Whether one more may leave now; else `send` is called when it may."""
+        turn = self._turn
+        if not turn.is_due:  # a call less for most of them
+            turn.notify()
+        if self._left > 0:
+            self._left -= 1
+            return True
+        self._waiting.append(send)
+        return False
+
+    def _next_turn(self) -> None:
+        number = min(len(self._waiting), ERRORS_A_TURN)
+        self._left = ERRORS_A_TURN - number
+        for _ in range(number):
+            self._waiting.popleft()()
+        if self._waiting:
+            self._turn.notify()
+
+
 # Header lines for the answer to a request with these headers, also if it is refused before the handler sees it.
 ExtraLines = Callable[[dict[bytes, bytes]], bytes]
 
@@ -61,7 +106,7 @@ class HttpState:
         clock: Clock = monotonic,
         extra_lines: ExtraLines | None = None,
     ) -> None:
-        # The function that answers the next exchange; see `handle_with`.
+        # The function that answers the next exchange; a Sampler takes its place now and then.
         self.handler = handler
         self.limits = limits
         self.clock = clock
@@ -78,7 +123,7 @@ class HttpState:
         # In which requests with long bodies are read.
         self.turns = SharedTurns()
         # Connections that are open, and how many more are agreeing upon their TLS.
-        self.connections: set[asyncio.Protocol] = set()
+        self.connections: set[Connection] = set()
         self.handshakes = 0
         # Bytes of bodies that are partly received, or wait in a connection's backlog or for their turn.
         self.receiving_bytes = 0
@@ -95,14 +140,6 @@ class HttpState:
         self.error_pace: ErrorPace | None = None
         # While true, the last response of each connection says `Connection: close`.
         self.draining = False
-
-    def handle_with(self, handler: Callable[[Exchange], None]) -> None:
-        """Give exchanges to this handler from now on: a sampler in its place costs the other requests nothing."""
-        self.handler = handler
-
-    def has_place(self) -> bool:
-        """Whether one more connection may be opened."""
-        return len(self.connections) + self.handshakes < self.limits.connections_max
 
     def head(self, status: int, content_type: bytes) -> bytes:
         """Status line, content type and date of a response."""
@@ -138,3 +175,47 @@ class HttpState:
     def count_problem(self, code: str) -> None:
         """One more answer was an error."""
         self.problems[code] = self.problems.get(code, 0) + 1  # bounded: codes come from the error tree
+
+
+class Sampler:
+    """Times a request now and then until it is queued. The other requests pay nothing for that, not even a test.
+
+    1. Every SAMPLE_S the sampler takes the place of the routes until it has timed a request, then steps back. So about
+       as many are timed in a second at any load.
+    2. A request may have to wait before it is let in, until its owner's rate limit is known: then it is given to the
+       routes once more, and timed until then.
+    3. Only what asks for something (POST) is timed; a task is not: it waits for its disk, or for Redis, which have
+       numbers of their own.
+    """
+
+    def __init__(self, state: HttpState, seconds: RequestSeconds) -> None:
+        self._state = state
+        self._seconds = seconds
+        self._routes = state.handler
+        # The request that is timed, and since when.
+        self._followed: Exchange | None = None
+        self._since = 0.0
+
+    def take(self) -> None:
+        """Time the next request. To be called every SAMPLE_S."""
+        followed = self._followed
+        is_undecided = followed is not None and followed.response is None and followed.context is None
+        if is_undecided and self._state.clock() - self._since < FOLLOWED_S_MAX:
+            return
+        self._followed = None
+        self._state.handler = self._handle
+
+    def _handle(self, exchange: Exchange) -> None:
+        if self._followed is None and exchange.method == b"POST":
+            self._followed, self._since = exchange, self._state.clock()
+            self._seconds.receive.observe(exchange.received_s)
+        elif self._followed is not exchange:
+            self._routes(exchange)
+            return
+        try:
+            self._routes(exchange)
+        finally:
+            if isinstance(exchange.context, Request | RequestGroup) or exchange.response is not None:
+                self._seconds.admit.observe(self._state.clock() - self._since)
+                self._followed = None
+                self._state.handler = self._routes

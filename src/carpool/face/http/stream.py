@@ -2,9 +2,11 @@
 
 Rules, each with a test:
 
-1. A message has one request or several (`stream_messages.py`). They may be answered in any order; the outcomes of one
-   turn of the event loop leave in one message, of MESSAGE_BYTES bytes about.
-2. An error of one request, a defect too, is the answer to that request alone: a problem object in `error`.
+1. A message has a request, or a list of them, each with an id that the client chose. They may be answered in any
+   order, each with that id and an `output` or an `error`; the outcomes of one turn of the event loop leave in one
+   message, of MESSAGE_BYTES bytes about.
+2. An error of one request, a defect too, is the answer to that request alone: a problem object in `error`. So is that
+   of one that cannot be understood: it harms none of those beside it.
 3. The credential is shown once, with the upgrade or by a ticket. It counts for each request, and is checked once a
    second: when it is revoked or expired, the stream ends (3000), and so do the requests that it has in flight.
 4. Rate limits, permits and shedding are those of `/v1/inference`, for each request.
@@ -25,15 +27,14 @@ import asyncio
 import logging
 from collections import deque
 from functools import partial
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, Annotated, NamedTuple, cast
 
 import msgspec
-from msgspec import UNSET
+from msgspec import UNSET, Meta, Raw, UnsetType
 from websockets.frames import Frame, Opcode
 from websockets.protocol import OPEN, SERVER
 from websockets.protocol import Protocol as Frames
 
-from carpool.core.clock import Clock
 from carpool.core.errors import (
     CarpoolError,
     Draining,
@@ -41,17 +42,27 @@ from carpool.core.errors import (
     Malformed,
     RateLimited,
     Unauthorized,
+    without_frames,
 )
-from carpool.core.ports import NO_OPTIONS, Caller, LimitVerdict, RequestOptions, RequestTraces
-from carpool.core.request import DONE, Request, Waiter
+from carpool.core.ports import NO_OPTIONS, Caller, LimitVerdict, RequestOptions
+from carpool.core.problem import problem_json
+from carpool.core.request import DONE, Request
 from carpool.core.tensors import Data
-from carpool.core.timers import TURN_S, SharedTurns
+from carpool.core.timers import TURN_S
 from carpool.face.http.exchange import Exchange, ExchangeWorker
 from carpool.face.http.gateway import too_large_for, with_trace
-from carpool.face.http.state import HttpState
-from carpool.face.http.stream_messages import BadCall, StreamCall, decode_message, error_pieces
-from carpool.face.http.wire import Pieces, canonical_parameters, checked_input
-from carpool.face.intake import Intake, new_request_id
+from carpool.face.http.wire import (
+    CLIENT_ID_CHARS_MAX,
+    Parameters,
+    Pieces,
+    body_fault,
+    canonical_parameters,
+    checked_input,
+)
+from carpool.face.intake import new_request_id
+
+if TYPE_CHECKING:
+    from carpool.face.http.streams import WebSocketStreams
 
 logger = logging.getLogger("carpool.http")
 
@@ -70,10 +81,48 @@ FRAGMENTS_MAX = 1024
 # Why a stream ends: RFC 6455, and IANA's registry.
 INVALID_TEXT, POLICY, DEFECT, RESTART, TRY_LATER, UNAUTHORIZED, TIMEOUT = 1007, 1008, 1011, 1012, 1013, 3000, 3008
 
+OwnId = Annotated[str, Meta(min_length=1, max_length=128)] | Annotated[int, Meta(ge=-(2**53), le=2**53)]
+# Of requests in one message.
+REQUESTS_MAX = 1024
+_FAULTS = (msgspec.DecodeError, RecursionError, UnicodeDecodeError)
+
 _NO_HEADERS: dict[bytes, bytes] = {}
 # Frames hold clients' data, and the library writes them to its log at debug level: this logger is off.
 _silent = logging.getLogger("carpool.frames")
 _silent.disabled = True
+
+
+class StreamCall(msgspec.Struct, forbid_unknown_fields=True, gc=False):
+    """One request in a message."""
+
+    id: OwnId
+    input: Raw
+    model: str | None = None
+    parameters: Parameters | UnsetType = UNSET
+    client_id: Annotated[str, Meta(max_length=CLIENT_ID_CHARS_MAX)] | None = None
+    timeout_ms: Annotated[int, Meta(gt=0, lt=10**9)] | None = None
+
+
+class BadCall(NamedTuple):
+    """A request that could not be understood; `id` is None where it had no usable one."""
+
+    id: str | int | None
+    error: CarpoolError
+
+
+class _Named(msgspec.Struct):
+    id: OwnId | None = None
+
+
+# A list of up to REQUESTS_MAX; decoding stops at the next element: a long list of zeros would take a tenth of a second.
+_Parts = msgspec.defstruct(
+    "_Parts", [(f"part_{n}", Raw, UNSET) for n in range(REQUESTS_MAX)], array_like=True, forbid_unknown_fields=True
+)
+_decode_calls = msgspec.json.Decoder(StreamCall | list[StreamCall]).decode
+_decode_parts = msgspec.json.Decoder(_Parts).decode
+_decode_call = msgspec.json.Decoder(StreamCall).decode
+_decode_named = msgspec.json.Decoder(_Named).decode
+_encode = msgspec.json.Encoder().encode
 
 
 class StreamLimits(msgspec.Struct, frozen=True):
@@ -87,50 +136,10 @@ class StreamLimits(msgspec.Struct, frozen=True):
     idle_timeout_s: float = 300.0
 
 
-class Home(Waiter, Protocol):
-    """What all streams of a process share."""
-
-    intake: Intake
-    state: HttpState
-    limits: StreamLimits
-    clock: Clock
-    # None where nothing is traced.
-    traces: RequestTraces | None
-    is_draining: bool
-    # The turns in which all streams work.
-    turns: SharedTurns
-
-    def closed(self, stream: "WebSocketStream") -> None:
-        """A stream has ended."""
-        ...
-
-
 class WebSocketStream(ExchangeWorker):
     """One stream."""
 
-    __slots__ = (
-        "_asked",
-        "_calls",
-        "_exchange",
-        "_fragments",
-        "_heard",
-        "_is_behind",
-        "_is_due",
-        "_is_over",
-        "_message",
-        "_out",
-        "_partial_bytes",
-        "_partial_since",
-        "_pinged",
-        "_protocol",
-        "_shown",
-        "_streams",
-        "_unparsed",
-        "_used",
-        "owner",
-    )
-
-    def __init__(self, streams: Home, exchange: Exchange, owner: str, shown: dict[bytes, bytes]) -> None:
+    def __init__(self, streams: "WebSocketStreams", exchange: Exchange, owner: str, shown: dict[bytes, bytes]) -> None:
         self._streams = streams
         self._exchange = exchange
         self.owner = owner
@@ -275,13 +284,10 @@ class WebSocketStream(ExchangeWorker):
 
     def _enter(self, call: StreamCall) -> None:
         """Identify the caller, and check its rate limit."""
-        try:
-            caller = self._streams.intake.identify(self._shown, self._exchange.sink.peer)
-        except Unauthorized:
-            self._end_unauthorized()
-            return
-        except CarpoolError as error:  # the credential cannot be checked right now
-            self.refuse(call.id, error)
+        caller = self._identified()
+        if isinstance(caller, CarpoolError):
+            if not self._is_over:
+                self.refuse(call.id, caller)
             return
         entry: LimitVerdict | None = b"" if caller.limit is None else self._streams.intake.enter(caller)
         if entry is None:
@@ -289,6 +295,16 @@ class WebSocketStream(ExchangeWorker):
             self._streams.intake.when_known(caller, partial(self._go_on, call, caller))
         else:
             self._go_on(call, caller, entry)
+
+    def _identified(self) -> Caller | CarpoolError:
+        """The caller; or why it is not known right now. A credential that is not valid any more ends the stream."""
+        try:
+            return self._streams.intake.identify(self._shown, self._exchange.sink.peer)
+        except CarpoolError as error:
+            without_frames(error)
+            if isinstance(error, Unauthorized):
+                self.close(UNAUTHORIZED, "the credential is not valid any more")
+            return error
 
     def _go_on(self, call: StreamCall, caller: Caller, entry: LimitVerdict) -> None:
         """The rate limit has let the request in, or refused it."""
@@ -390,14 +406,8 @@ class WebSocketStream(ExchangeWorker):
     def look(self, now: float) -> None:
         """Check that the client is still there, and its credential still valid (rules 3, 7, 8)."""
         limits, streams = self._streams.limits, self._streams
-        if self._is_over:
-            return
-        try:
-            streams.intake.identify(self._shown, self._exchange.sink.peer)
-        except Unauthorized:
-            self._end_unauthorized()
-        except CarpoolError:
-            pass  # the credential cannot be checked right now
+        if not self._is_over:
+            self._identified()
         if self._is_over or self._is_behind:
             return  # it is we who do not read
         silent_s = now - self._heard
@@ -423,9 +433,6 @@ class WebSocketStream(ExchangeWorker):
             self._protocol.send_close(code, reason)
             self._send()
 
-    def _end_unauthorized(self) -> None:
-        self.close(UNAUTHORIZED, "the credential is not valid any more")
-
     def client_left(self, exchange: Exchange) -> None:
         """The connection is gone."""
         self._end()
@@ -446,3 +453,50 @@ class WebSocketStream(ExchangeWorker):
         for request in asked.values():
             if request is not None:
                 self._streams.intake.cancel(request)
+
+
+def decode_message(message: bytes) -> list[StreamCall | BadCall]:
+    """The requests in a message; one BadCall if nothing can be made of it at all."""
+    try:
+        calls = _decode_calls(message)
+    except _FAULTS:
+        return _one_by_one(message)
+    if isinstance(calls, StreamCall):
+        return [calls]
+    if len(calls) > REQUESTS_MAX:
+        return [BadCall(None, Malformed(f"a message may have {REQUESTS_MAX} requests at most; send several"))]
+    return list(calls)
+
+
+def _one_by_one(message: bytes) -> list[StreamCall | BadCall]:
+    """The same for a message with a fault in it: its valid requests are still served."""
+    if message.lstrip()[:1] != b"[":
+        return [_decode_one(Raw(message))]
+    try:
+        parts = _decode_parts(message)
+    except _FAULTS as failure:
+        return [BadCall(None, Malformed(body_fault(failure)))]
+    return [_decode_one(part) for part in msgspec.structs.astuple(parts) if part is not UNSET]
+
+
+def _decode_one(part: Raw) -> StreamCall | BadCall:
+    try:
+        return _decode_call(part)
+    except _FAULTS as failure:
+        fault = Malformed(body_fault(failure, StreamCall))
+    try:
+        return BadCall(_decode_named(part).id, fault)
+    except _FAULTS:
+        return BadCall(None, fault)
+
+
+def output_pieces(own_id: str | int, pieces: Pieces) -> Pieces:
+    """An answer: what `POST /v1/inference` says, with the client's own id."""
+    before, output, after = pieces
+    return b'{"id":%b,%b' % (_encode(own_id), before[1:]), output, after
+
+
+def error_pieces(own_id: str | int | None, error: CarpoolError, request_id: str) -> Pieces:
+    """An error: a problem object, and when it is worth to ask again."""
+    retry = b"" if error.retry_after_s is None else b',"retry_after_s":%d' % error.retry_after_s
+    return b'{"id":%b,"error":' % _encode(own_id), problem_json(error, request_id), b"%b}" % retry

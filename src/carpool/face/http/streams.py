@@ -2,13 +2,28 @@
 
 import logging
 import re
-from collections.abc import Callable
+import secrets
+import time
+from base64 import urlsafe_b64decode, urlsafe_b64encode
+from collections.abc import Callable, Iterable, Mapping
+from functools import cached_property
+from hashlib import sha256
+from typing import TYPE_CHECKING
 
 from websockets.utils import accept_key
 
 from carpool.core.clock import Clock, monotonic
 from carpool.core.defaults import no
-from carpool.core.errors import CarpoolError, ClientLeft, Draining, Forbidden, InternalError, Malformed, UpgradeRequired
+from carpool.core.errors import (
+    CarpoolError,
+    ClientLeft,
+    Draining,
+    Forbidden,
+    InternalError,
+    Malformed,
+    Unauthorized,
+    UpgradeRequired,
+)
 from carpool.core.outcome import Outcome, Output
 from carpool.core.ports import RequestTraces
 from carpool.core.request import Request
@@ -18,20 +33,73 @@ from carpool.face.http.places import Places
 from carpool.face.http.problem import respond_problem
 from carpool.face.http.router import query_of
 from carpool.face.http.state import HttpState
-from carpool.face.http.stream import COME_BACK_S, StreamLimits, WebSocketStream
-from carpool.face.http.stream_messages import output_pieces
-from carpool.face.http.tickets import CREDENTIALS, TICKET_S, Tickets
+from carpool.face.http.stream import COME_BACK_S, StreamLimits, WebSocketStream, output_pieces
 from carpool.face.http.wire import InferenceAnswers
 from carpool.face.intake import Intake
+
+if TYPE_CHECKING:  # slow to import, and few need it
+    from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 
 logger = logging.getLogger("carpool.http")
 
 PATH = b"/v1/stream"
-# Each stream is checked once in LOOK_S; the streams of a process in so many parts.
+# The streams of a process, a thousand at most, are checked so often: some microseconds each.
 LOOK_S = 1.0
-LOOK_PARTS = 10
+TICKET_S = 60
+TICKET_CHARS_MAX = 16 * 1024
+NONCE_BYTES = 12
+# Where a credential may be.
+CREDENTIALS = (b"authorization", b"x-api-key")
+_PURPOSE = b"carpool: tickets for streams\0"
 _key = re.compile(rb"[A-Za-z0-9+/]{22}==\Z").match
 _ACCEPTED = b"Upgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Accept: %b\r\n"
+
+
+class Tickets:
+    """What opens a stream for a browser, which cannot send headers with a WebSocket.
+
+    1. A ticket is the credential itself, sealed (ChaCha20-Poly1305) with the time until which it is good: TICKET_S
+       seconds. So a stream has the credential that it was opened with, and ends when that is revoked or over.
+    2. The key comes from the service token: any gateway with the same token opens it. While tokens change, each of
+       them is tried. Without a token it is this process's own.
+    3. It may be used more than once while it is good: gateways have nothing in common that would remember it. It
+       stands in URLs, which proxies may log: that is why it is short-lived.
+    4. Whatever is wrong with a ticket, its client gets the same error.
+    """
+
+    def __init__(self, tokens: Iterable[str] = (), wall: Callable[[], float] = time.time) -> None:
+        self._secrets = [token.encode() for token in tokens] or [secrets.token_bytes(32)]
+        self._wall = wall
+
+    @cached_property
+    def _seals(self) -> "list[ChaCha20Poly1305]":
+        from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
+
+        return [ChaCha20Poly1305(sha256(_PURPOSE + secret).digest()) for secret in self._secrets]
+
+    def give(self, headers: Mapping[bytes, bytes]) -> str:
+        """A ticket with the credential in these headers."""
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        shown = b"\n".join(headers.get(name, b"") for name in CREDENTIALS)
+        sealed = self._seals[0].encrypt(nonce, b"%d\n%b" % (self._wall() + TICKET_S, shown), None)
+        return urlsafe_b64encode(nonce + sealed).decode()
+
+    def open(self, ticket: str) -> dict[bytes, bytes]:
+        """The credential's headers in it; raises Unauthorized."""
+        from cryptography.exceptions import InvalidTag
+
+        try:
+            sealed = urlsafe_b64decode(ticket) if len(ticket) <= TICKET_CHARS_MAX else b""
+        except ValueError:
+            sealed = b""
+        for seal in self._seals if len(sealed) > NONCE_BYTES else ():
+            try:
+                until, *shown = seal.decrypt(sealed[:NONCE_BYTES], sealed[NONCE_BYTES:], None).split(b"\n")
+            except InvalidTag:
+                continue
+            if self._wall() < int(until):
+                return {name: value for name, value in zip(CREDENTIALS, shown, strict=True) if value}
+        raise Unauthorized("this ticket is not valid; `POST /v1/stream/tickets` gives one, which is good for a minute")
 
 
 class WebSocketStreams:
@@ -60,8 +128,7 @@ class WebSocketStreams:
         self._allows = allows
         self._open: set[WebSocketStream] = set()
         self._pieces = InferenceAnswers().pieces
-        self._to_look_at: list[WebSocketStream] = []
-        self._looks = Every(LOOK_S / LOOK_PARTS, self.look)
+        self._looks = Every(LOOK_S, self.look)
         self.is_draining = False
         self.turns = intake.turns
 
@@ -103,16 +170,11 @@ class WebSocketStreams:
             self._places.give_back(stream.owner)
         if not self._open:
             self._looks.stop()
-            self._to_look_at = []
 
     def look(self) -> None:
-        """Called by a timer: check a part of the streams each time (`WebSocketStream.look`), all of them in LOOK_S."""
-        if not self._to_look_at:
-            self._to_look_at = list(self._open)
-        number = len(self._open) // LOOK_PARTS + 1
-        part, self._to_look_at = self._to_look_at[:number], self._to_look_at[number:]
+        """Called by a timer: check all streams (`WebSocketStream.look`)."""
         now = self.clock()
-        for stream in part:
+        for stream in list(self._open):
             stream.look(now)
 
     def drain(self) -> None:

@@ -17,12 +17,11 @@ import logging
 from carpool.core.errors import CarpoolError, InternalError, Unauthorized
 from carpool.core.ports import Caller
 from carpool.core.task import StoredTask
-from carpool.core.timers import Every
 from carpool.face.http.exchange import Exchange, ExchangeWorker
 from carpool.face.http.gateway import possible_task_id, task_json
+from carpool.face.http.live import EVENT_STREAM, HEADERS, HEARTBEAT, event_of, retry_after
 from carpool.face.http.places import Places
 from carpool.face.http.problem import respond_problem
-from carpool.face.http.server_sent import EVENT_STREAM, HEADERS, HEARTBEAT, event_of, retry_after
 from carpool.face.intake import Intake
 
 logger = logging.getLogger("carpool.http")
@@ -41,7 +40,6 @@ class TaskEvents(ExchangeWorker):
         self._places = places
         self._forget_after_read = forget_after_read
         self._listeners: dict[Exchange, Listener] = {}
-        self._heartbeats = Every(HEARTBEAT_S, self.beat)
         self.is_draining = False
 
     def __len__(self) -> int:
@@ -55,15 +53,7 @@ class TaskEvents(ExchangeWorker):
             return
         listener = self._listeners[exchange] = Listener(self, exchange, caller, possible_task_id(task_id))
         exchange.worker = self
-        if len(self._listeners) == 1:
-            self._heartbeats.start()
         listener.look(self._intake, 0.0, forget=self._forget_after_read and exchange.method == b"GET")
-
-    def beat(self) -> None:
-        """Send each listener a heartbeat."""
-        for exchange, listener in self._listeners.items():
-            if listener.is_begun and not exchange.is_told_to_wait:
-                exchange.write(HEARTBEAT)
 
     def drain(self) -> None:
         """Tell each listener when to come back (rule 5)."""
@@ -102,14 +92,10 @@ class TaskEvents(ExchangeWorker):
         if listener is not None:
             self._places.give_back(listener.caller.owner)
             listener.leave(self._intake)
-        if not self._listeners:
-            self._heartbeats.stop()
 
 
 class Listener:
     """One client that listens to one task."""
-
-    __slots__ = ("_events", "_last_id", "_looked", "_poll", "_task_id", "_timer", "caller", "exchange", "is_begun")
 
     def __init__(self, events: TaskEvents, exchange: Exchange, caller: Caller, task_id: str) -> None:
         self._events = events
@@ -121,6 +107,8 @@ class Listener:
         self._poll: object = None
         self._looked = 0.0
         self._timer: asyncio.TimerHandle | None = None
+        # When it was last told something.
+        self._told_at = 0.0
         # The head of the answer is out.
         self.is_begun = False
 
@@ -164,7 +152,7 @@ class Listener:
                 return False
         is_over = event_id == END
         if event_id != self._last_id and (is_over or not exchange.is_told_to_wait):
-            self._last_id = event_id
+            self._last_id, self._told_at = event_id, asyncio.get_running_loop().time()
             exchange.write(event_of(task_json(task), name, event_id))
         if is_over:
             was_read = not exchange.sink.is_gone()
@@ -186,8 +174,12 @@ class Listener:
 
     def _go_on(self) -> None:
         """Look again: at once after the first look, else LOOK_S after the last one began, as it may fail at once."""
-        loop = asyncio.get_running_loop()
-        pause_s = max(0.0, self._looked + LOOK_S - loop.time()) if self._looked else 0.0
+        loop, exchange = asyncio.get_running_loop(), self.exchange
+        now = loop.time()
+        if now - self._told_at >= HEARTBEAT_S and not exchange.is_told_to_wait:
+            self._told_at = now
+            exchange.write(HEARTBEAT)
+        pause_s = max(0.0, self._looked + LOOK_S - now) if self._looked else 0.0
         self._timer = loop.call_later(pause_s, self._events.look_again, self)
 
 

@@ -3,7 +3,7 @@
 // Times of batches are on the clock of their process. `offset` says how that clock differs from the page's: the smallest
 // difference that was seen, since whatever comes late comes later.
 
-import { colour, sized } from "./charts.js";
+import { box, colour, disc, line, sized } from "./charts.js";
 
 const BEHIND_S = 1.4;        // what is shown was so long ago
 const BEHIND_S_MAX = 12;     // in slow motion: then it jumps to the present
@@ -162,27 +162,19 @@ function drawCar(pen, car, x, y, cell, tall, time, look, still) {
   pen.lineWidth = 2;
   pen.setLineDash([8, 8]);
   pen.lineDashOffset = riding && !still ? (time * 90) % 16 : 0;
-  pen.beginPath();
-  pen.moveTo(left, ground + 1);
-  pen.lineTo(left + width, ground + 1);
-  pen.stroke();
+  line(pen, left, ground + 1, left + width, ground + 1);
   pen.setLineDash([]);
 
   pen.globalAlpha = offline ? 0.35 : 1;
   // The body: a bus, so that all seats can be seen.
   const sway = riding && !still ? Math.sin(time * 40 + x) * 0.4 : 0;
   const top = bodyTop + sway;
-  pen.fillStyle = failed || car.state === "offline" ? look.bad : look.car;
-  pen.beginPath();
-  pen.roundRect(left, top, width, bodyHeight, [bodyHeight * 0.16, bodyHeight * 0.34, bodyHeight * 0.12, bodyHeight * 0.12]);
-  pen.fill();
+  const body = [left, top, width, bodyHeight, [0.16, 0.34, 0.12, 0.12].map((share) => bodyHeight * share)];
+  box(pen, failed || offline ? look.bad : look.car, ...body);
   // Inside: seats in four rows, from the front to the back.
   const inset = bodyHeight * 0.1;
   const roomLeft = left + inset, roomTop = top + inset, roomWidth = width - 2 * inset - bodyHeight * 0.12, roomHeight = bodyHeight - 2 * inset;
-  pen.fillStyle = look.glass;
-  pen.beginPath();
-  pen.roundRect(roomLeft, roomTop, roomWidth, roomHeight, 4);
-  pen.fill();
+  box(pen, look.glass, roomLeft, roomTop, roomWidth, roomHeight, 4);
   const drawn = Math.min(car.seats, 64);
   const deep = drawn >= 32 ? 4 : drawn >= 8 ? 2 : 1;
   const long = Math.ceil(drawn / deep);
@@ -198,35 +190,23 @@ function drawCar(pen, car, x, y, cell, tall, time, look, still) {
   for (let n = 0; n < drawn; n++) {
     const column = Math.floor(n / deep), row = n % deep;
     const cx = roomLeft + stepX * (column + 0.5), cy = roomTop + stepY * (row + 0.5);
-    pen.fillStyle = look.seat;
-    pen.beginPath();
-    pen.roundRect(cx - size / 2, cy - size / 2, size, size, size * 0.3);
-    pen.fill();
+    box(pen, look.seat, cx - size / 2, cy - size / 2, size, size, size * 0.3);
     if (n < boarded) {
       pen.globalAlpha = (offline ? 0.35 : 1) * fade;
-      pen.fillStyle = failed ? look.bad : shades[n];
       const lift = over && !still ? (1 - fade) * stepY * 1.6 : 0;
-      pen.beginPath();
-      pen.roundRect(cx - size / 2, cy - size / 2 - lift, size, size, size * 0.45);
-      pen.fill();
+      box(pen, failed ? look.bad : shades[n], cx - size / 2, cy - size / 2 - lift, size, size, size * 0.45);
       pen.globalAlpha = offline ? 0.35 : 1;
     }
   }
   // Wheels, and a lamp that says how the last ride ended.
-  pen.fillStyle = look.muted;
   for (const share of [0.2, 0.8]) {
-    const cx = left + width * share;
-    pen.beginPath();
-    pen.arc(cx, top + bodyHeight + wheel * 0.3, wheel, 0, Math.PI * 2);
-    pen.fill();
+    const cx = left + width * share, cy = top + bodyHeight + wheel * 0.3;
+    disc(pen, look.muted, cx, cy, wheel);
     if (riding && !still) {
       pen.strokeStyle = look.glass;
       pen.lineWidth = 1;
-      const angle = time * 9;
-      pen.beginPath();
-      pen.moveTo(cx - Math.cos(angle) * wheel * 0.7, top + bodyHeight + wheel * (0.3 - Math.sin(angle) * 0.7));
-      pen.lineTo(cx + Math.cos(angle) * wheel * 0.7, top + bodyHeight + wheel * (0.3 + Math.sin(angle) * 0.7));
-      pen.stroke();
+      const spokeX = Math.cos(time * 9) * wheel * 0.7, spokeY = Math.sin(time * 9) * wheel * 0.7;
+      line(pen, cx - spokeX, cy - spokeY, cx + spokeX, cy + spokeY);
     }
   }
   if (over && !failed) {
@@ -234,7 +214,7 @@ function drawCar(pen, car, x, y, cell, tall, time, look, still) {
     pen.strokeStyle = look.good;
     pen.lineWidth = 2;
     pen.beginPath();
-    pen.roundRect(left, top, width, bodyHeight, [bodyHeight * 0.16, bodyHeight * 0.34, bodyHeight * 0.12, bodyHeight * 0.12]);
+    pen.roundRect(...body);
     pen.stroke();
   }
   pen.globalAlpha = 1;

@@ -24,13 +24,42 @@ export function number(value) {
   return value >= 10 ? value.toFixed(0) : value.toFixed(value && value < 1 ? 2 : 1).replace(/\.0+$/, "");
 }
 
+export function make(tag, fields = {}, ...inside) {
+  const made = Object.assign(document.createElement(tag), fields);
+  made.append(...inside);
+  return made;
+}
+
+// A name behind a box in its colour.
+export function shaded(name, shade, kind = "") {
+  const mark = make("i", { className: kind });
+  mark.style.background = colour(shade);
+  return make("span", {}, mark, name);
+}
+
 export function legend(element, entries) {
-  element.replaceChildren(...entries.map(([name, shade]) => {
-    const span = document.createElement("span"), box = document.createElement("i");
-    box.style.background = colour(shade);
-    span.append(box, name);
-    return span;
-  }));
+  element.replaceChildren(...entries.map(([name, shade]) => shaded(name, shade)));
+}
+
+export function line(pen, fromX, fromY, toX, toY) {
+  pen.beginPath();
+  pen.moveTo(fromX, fromY);
+  pen.lineTo(toX, toY);
+  pen.stroke();
+}
+
+export function box(pen, shade, ...shape) {
+  pen.fillStyle = shade;
+  pen.beginPath();
+  pen.roundRect(...shape);
+  pen.fill();
+}
+
+export function disc(pen, shade, x, y, radius) {
+  pen.fillStyle = shade;
+  pen.beginPath();
+  pen.arc(x, y, radius, 0, Math.PI * 2);
+  pen.fill();
 }
 
 // A round number that is not below `value`: 1, 2 or 5 times a power of ten.
@@ -68,10 +97,7 @@ export class Chart {
     pen.textBaseline = "middle";
     for (const share of [0, 0.5, 1]) {
       pen.strokeStyle = colour("--line");
-      pen.beginPath();
-      pen.moveTo(left, up(end * share));
-      pen.lineTo(width - right, up(end * share));
-      pen.stroke();
+      line(pen, left, up(end * share), width - right, up(end * share));
       pen.fillStyle = colour("--muted");
       pen.fillText(number(end * share), left - 6, up(end * share));
     }

@@ -1,6 +1,6 @@
 // The demo's control panel; there is none elsewhere. What it asks for goes to /internal/demo.
 
-import { colour, number, sized } from "./charts.js";
+import { box, colour, disc, line, make, number, sized } from "./charts.js";
 
 const HTML = `
 <div class="head"><h2 id="demo-title">Try it</h2><span class="muted">the GPUs are simulated; everything else is real</span></div>
@@ -57,9 +57,7 @@ export class Demo {
     load.addEventListener("input", () => { this.dragging = performance.now(); $("d-rate").textContent = number(this.rate()); });
     load.addEventListener("change", () => this.ask({ rate: this.rate() }, `Load: ${number(this.rate())} a second. The same arrivals are now computed one by one, too.`));
     $("d-policies").append(...state.policies.map((name) => {
-      const made = document.createElement("button");
-      made.type = "button";
-      made.textContent = name;
+      const made = make("button", { type: "button" }, name);
       made.addEventListener("click", () => this.ask({ policy: name }, SAYS[name]));
       return made;
     }));
@@ -116,27 +114,17 @@ export class Demo {
       pen.strokeStyle = colour("--road");
       pen.lineWidth = 2;
       pen.setLineDash([6, 6]);
-      pen.beginPath();
-      pen.moveTo(wait, y + 13);
-      pen.lineTo(wait + road, y + 13);
-      pen.stroke();
+      line(pen, wait, y + 13, wait + road, y + 13);
       pen.setLineDash([]);
-      const dot = (x, top, n, alpha = 1) => { pen.globalAlpha = alpha; pen.fillStyle = shades[n]; pen.beginPath(); pen.arc(x, top, 5, 0, 7); pen.fill(); pen.globalAlpha = 1; };
+      const dot = (x, top, n) => disc(pen, shades[n], x, top, 5);
       const turn = together ? 0 : Math.floor(time / ride);
       const share = together ? time / ride : (time % ride) / ride;
       const riders = together ? [0, 1, 2, 3] : [turn];
       const driving = time < (together ? ride : 4 * ride);
-      const car = (x) => {
-        pen.fillStyle = colour("--car");
-        pen.beginPath();
-        pen.roundRect(x, y - 12, 62, 20, [5, 9, 4, 4]);
-        pen.fill();
-        pen.fillStyle = colour("--muted");
-        for (const wheel of [14, 48]) { pen.beginPath(); pen.arc(x + wheel, y + 9, 4.5, 0, 7); pen.fill(); }
-        for (let seat = 0; seat < 4; seat++) { pen.fillStyle = colour("--glass"); pen.beginPath(); pen.arc(x + 10 + seat * 13, y - 3, 5.5, 0, 7); pen.fill(); }
-      };
       const x = wait + 4 + (driving ? share : 0) * (road - 66);
-      car(x);
+      box(pen, colour("--car"), x, y - 12, 62, 20, [5, 9, 4, 4]);
+      for (const wheel of [14, 48]) disc(pen, colour("--muted"), x + wheel, y + 9, 4.5);
+      for (let seat = 0; seat < 4; seat++) disc(pen, colour("--glass"), x + 10 + seat * 13, y - 3, 5.5);
       for (let n = 0; n < 4; n++) {
         const arrived = together ? time >= ride : n < turn || !driving;
         if (arrived) dot(width - 42 + (n % 2) * 14, y - 10 + Math.floor(n / 2) * 14, n);

@@ -1,7 +1,7 @@
 // The live page: reads /internal/live and shows it. Nothing is kept; nothing is asked of any other host.
 
 import { Cars, shortName } from "./cars.js";
-import { Chart, colour, legend, number } from "./charts.js";
+import { Chart, colour, legend, make, number, shaded } from "./charts.js";
 import { Demo } from "./demo.js";
 
 const SLOW_KEPT_S = 60, SLOW_SHOWN = 8;
@@ -77,10 +77,7 @@ function show(event) {
   tables(event);
   if (!event.seconds) return;
   const sum = (field) => tiers.reduce((total, tier) => total + tier[field], 0);
-  put("offered", number(sum("offered")));
-  put("admitted", number(sum("admitted")));
-  put("shed", number(sum("shed")));
-  put("answered", number(sum("answered")));
+  for (const field of ["offered", "admitted", "shed", "answered"]) put(field, number(sum(field)));
   put("p50", number(event.p50_ms));
   put("p99", number(event.p99_ms));
   put("waiting", number(health.queue_depth));
@@ -122,36 +119,13 @@ function legends(event) {
 
 // Tables
 
-function cell(text, kind) {
-  const td = document.createElement("td");
-  if (text instanceof Node) td.append(text); else td.textContent = text;
-  if (kind) td.className = kind;
-  return td;
-}
+const cell = (inside, kind = "") => make("td", { className: kind }, inside);
+const pill = (text, kind) => make("span", { className: "pill " + kind }, text);
+const dotted = (name, shade) => shaded(name, shade, "dot");
 
 function rows(id, all, empty) {
-  const body = $(id).tBodies[0];
-  if (!all.length) {
-    const nothing = cell(empty, "empty");
-    nothing.colSpan = 9;
-    all = [[nothing]];
-  }
-  body.replaceChildren(...all.map((cells) => { const tr = document.createElement("tr"); tr.append(...cells); return tr; }));
-}
-
-function pill(text, kind) {
-  const span = document.createElement("span");
-  span.className = "pill " + kind;
-  span.textContent = text;
-  return span;
-}
-
-function dotted(name, shade) {
-  const span = document.createElement("span"), dot = document.createElement("i");
-  dot.className = "dot";
-  dot.style.background = colour(shade);
-  span.append(dot, name);
-  return span;
+  const nothing = make("td", { className: "empty", colSpan: 9 }, empty);
+  $(id).tBodies[0].replaceChildren(...(all.length ? all : [[nothing]]).map((cells) => make("tr", {}, ...cells)));
 }
 
 const STATES = { healthy: "good", ok: "good", degraded: "warn", draining: "warn", offline: "bad" };
@@ -181,14 +155,7 @@ function tables(event) {
 }
 
 // All that is known of one request.
-function story(id) {
-  const link = document.createElement("a");
-  link.href = "/internal/requests/" + encodeURIComponent(id);
-  link.target = "_blank";
-  link.rel = "noopener";
-  link.textContent = id;
-  return link;
-}
+const story = (id) => make("a", { href: "/internal/requests/" + encodeURIComponent(id), target: "_blank", rel: "noopener" }, id);
 
 function slowRequests(event) {
   slow.push(...event.slow.map((each) => ({ ...each, at: event.at })));
@@ -196,14 +163,12 @@ function slowRequests(event) {
   const longest = Math.max(1, ...slow.map((each) => each.total_ms));
   const isBatcher = event.processes[0]?.role === "batcher"; // only gateways can be asked for a request
   rows("slow", slow.map((each) => {
-    const bar = document.createElement("div");
-    bar.className = "bar";
+    const bar = make("div", { className: "bar" });
     const rest = Math.max(0, each.total_ms - each.queue_ms - each.retry_ms - each.call_ms);
     for (const [part, shade, meaning] of [[each.queue_ms, "--tier-2", "in the queue"], [each.retry_ms, "--bad", "before the call"], [each.call_ms, "--tier-1", "the call"], [rest, "--muted", "else"]]) {
-      const piece = document.createElement("i");
+      const piece = make("i", { title: `${meaning}: ${number(part)} ms` });
       piece.style.width = (100 * part / longest) + "%";
       piece.style.background = colour(shade);
-      piece.title = `${meaning}: ${number(part)} ms`;
       bar.append(piece);
     }
     const tier = last.tiers[each.tier];
@@ -225,17 +190,17 @@ async function letters() {
   put("letters-count", page.total ? `${page.total} in all` : "");
   $("replay-all").disabled = $("drop-all").disabled = !page.total;
   rows("letters", page.dead_letters.map((letter) => {
-    const ways = document.createElement("span");
-    ways.append(button("Replay", () => post("POST", `/internal/dead-letters/${letter.id}/replay`)), sure(button("Drop", () => post("DELETE", `/internal/dead-letters/${letter.id}`), "danger")));
+    const path = `/internal/dead-letters/${letter.id}`;
+    const ways = make("span", {}, button("Replay", () => post("POST", path + "/replay")), sure(button("Drop", () => post("DELETE", path), "danger")));
     return [cell(letter.id), cell(new Date(letter.buried_at).toLocaleTimeString()), cell(letter.model), cell(pill(letter.cause, "bad")), cell(letter.sends), cell(ways)];
   }), "none");
 }
 
 function button(text, work, kind = "") {
-  const made = document.createElement("button");
-  made.type = "button";
-  made.className = kind;
-  made.textContent = text;
+  return clicked(make("button", { type: "button", className: kind }, text), work);
+}
+
+function clicked(made, work) {
   made.work = work;
   made.addEventListener("click", () => made.work());
   return made;
@@ -264,10 +229,8 @@ async function post(method, path) {
   await letters();
 }
 
-$("replay-all").work = () => post("POST", "/internal/dead-letters/replay");
-$("drop-all").work = () => post("DELETE", "/internal/dead-letters?all=true");
-for (const made of [$("replay-all"), $("drop-all")]) made.addEventListener("click", () => made.work());
-sure($("drop-all"));
+clicked($("replay-all"), () => post("POST", "/internal/dead-letters/replay"));
+sure(clicked($("drop-all"), () => post("DELETE", "/internal/dead-letters?all=true")));
 
 // Login
 
