@@ -148,7 +148,6 @@ class Client:
         self._task = ""
 
     def close(self) -> None:
-        """Hang up."""
         self._http.close()
 
     def _call(self, path: str, body: Any = None, **headers: str) -> int:
@@ -166,7 +165,6 @@ class Client:
         return f"text {next(self._numbers)}"
 
     def _task_id(self) -> str:
-        """A task that is over."""
         if not self._task:
             body = json.dumps({"model": "text", "input": self._text(), "mode": "async"})
             self._http.request("POST", "/v1/inference", body, {"Content-Type": "application/json"})
