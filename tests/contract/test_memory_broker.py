@@ -3,15 +3,13 @@
 What every queue promises is in test_queue_contract.py.
 """
 
-from itertools import permutations
-
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from carpool.broker.memory import IDLE_LANES_KEPT, MemoryBroker
-from carpool.core.errors import CarpoolError, ClientLeft, DeadlineExceeded, QueueFull, QueueTimeout, UpstreamFailed
+from carpool.core.errors import CarpoolError, ClientLeft, QueueFull, UpstreamFailed
 from carpool.core.outcome import Outcome, Output
 from carpool.core.ports import LaneQueue
 from carpool.core.request import DONE, Request
@@ -24,7 +22,6 @@ TARGETS_S = (0.05, 0.15, 0.5)
 def make_broker(
     clock: FakeClock, waiting_max: int = 1000, bytes_max: int = 1_000_000, lanes_max: int = 100
 ) -> MemoryBroker:
-    """With three tiers."""
     return MemoryBroker(waiting_max=waiting_max, bytes_max=bytes_max, lanes_max=lanes_max, tiers=3, clock=clock)
 
 
@@ -118,21 +115,6 @@ class TestMemoryBroker:
 
     # Waiting and leaving the queue.
 
-    def test_a_request_waits_is_taken_and_settled(self) -> None:
-        request = self.queued("r")
-        assert self.arrived_in == [("m", b"")]
-        lane = self.lane()
-        assert (lane.model, lane.key, lane.waiting, lane.arrivals) == ("m", b"", 1, 1)
-        assert lane.oldest() == request.arrived
-        assert self.held() == (1, 3)
-        assert self.take() == [request]
-        assert list(self.broker.lanes("m")) == []
-        assert self.held() == (1, 3)  # running ones count too
-        output = make_output(b'"y"')
-        self.broker.settle_batch([request], [output])
-        assert self.witness.outcome(request) is output
-        assert self.held() == (0, 0)
-
     def test_a_flood_of_one_owner_does_not_delay_others(self) -> None:
         """What an owner has waiting beyond its share stands behind others; its own order stays."""
         self.queued("first", owner="b")  # so that it is known that there are others
@@ -177,47 +159,7 @@ class TestMemoryBroker:
         assert self.broker.refusal_of_all(one) is None
         assert isinstance(self.broker.refusal_of_all([self.request("large", value=b"1" * 71)]), QueueFull)
 
-    def test_one_owner_s_parameters_bring_no_other_a_refusal(self) -> None:
-        self.broker = self.ready(lanes_max=4)
-        for number in range(4):
-            self.queued(f"many {number}", parameters=b"%d" % number, owner="many")
-        assert isinstance(self.broker.submit(self.request("5", parameters=b"5", owner="many")), QueueFull)
-        self.queued("6", parameters=b"6", owner="few")
-        self.queued("7", parameters=b"7", owner="few")  # half of them is its share
-        assert isinstance(self.broker.submit(self.request("8", parameters=b"8", owner="few")), QueueFull)
-        assert isinstance(self.broker.submit(self.request("9", parameters=b"9", owner="many")), QueueFull)
-
     # One outcome.
-
-    @pytest.mark.parametrize("order", list(permutations(("take", "settle", "cancel", "expire"))))
-    def test_one_outcome_whatever_comes_first(self, order: tuple[str, ...]) -> None:
-        request = self.queued("r")
-        neighbour = self.queued("neighbour")
-        taken: list[Request] = []
-        for step in order:
-            if step == "take" and list(self.broker.lanes("m")):
-                taken = self.take(1)
-            elif step == "settle":
-                self.broker.settle(request, make_output(b"1"))
-            elif step == "cancel":
-                self.broker.cancel(request)
-            elif step == "expire":
-                self.clock.advance(5.0)
-                self.broker.expire(self.clock())
-        outcome = self.witness.outcome(request)
-        first = min(("settle", "cancel", "expire"), key=order.index)
-        expected: dict[str, type[Outcome]] = {"settle": Output, "cancel": ClientLeft, "expire": DeadlineExceeded}
-        assert isinstance(outcome, expected[first])
-        if order.index("take") > order.index(first):
-            assert request not in taken
-        assert isinstance(self.witness.outcome(neighbour), DeadlineExceeded)
-        assert self.held() == (0, 0)
-
-    def test_settle_says_whether_it_did(self) -> None:
-        request = self.queued("r")
-        assert self.broker.settle(request, UpstreamFailed("x")) is True
-        assert self.broker.settle(request, make_output(b"1")) is False
-        assert isinstance(self.witness.outcome(request), UpstreamFailed)
 
     def test_outputs_that_are_not_one_each_are_given_to_nobody(self) -> None:
         batch = [self.queued(str(number)) for number in range(3)]
@@ -260,71 +202,6 @@ class TestMemoryBroker:
         assert [request.id for request in self.take()] == ["next"]
 
     # Time.
-
-    def test_queue_timeout_then_total_timeout(self) -> None:
-        waits, runs = self.queued("waits", tier=2), self.queued("runs", tier=0)
-        assert self.take(1) == [runs]
-        self.clock.advance(1.99)
-        self.broker.expire(self.clock())
-        assert self.witness.told == {}
-        self.clock.advance(0.02)
-        self.broker.expire(self.clock())
-        told = self.witness.outcome(waits)
-        assert isinstance(told, QueueTimeout)
-        assert "within 2 s (`broker.queue_timeout_s`)" in told.detail
-        assert list(self.broker.lanes("m")) == []
-        assert self.witness.outcome(runs) is None
-        self.clock.advance(1.98)
-        self.broker.expire(self.clock())
-        assert self.witness.outcome(runs) is None
-        self.clock.advance(0.02)
-        self.broker.expire(self.clock())
-        outcome = self.witness.outcome(runs)
-        assert isinstance(outcome, DeadlineExceeded) and not isinstance(outcome, QueueTimeout)
-        assert outcome.detail == "no result within 4 s (`broker.total_timeout_s`)"
-        assert self.held() == (0, 0)
-
-    def test_its_own_deadline_ends_a_request_whether_it_waits_or_runs(self) -> None:
-        runs, waits, usual = (
-            self.queued("runs", tier=0, own_timeout_s=0.1),
-            self.queued("waits", own_timeout_s=0.05),
-            self.queued("usual"),
-        )
-        assert self.take(1) == [runs]
-        self.clock.advance(0.04)
-        self.broker.expire(self.clock())
-        assert self.witness.told == {}
-        self.clock.advance(0.011)
-        self.broker.expire(self.clock())
-        assert set(self.witness.told) == {"waits"}
-        assert self.lane().waiting == 1  # nobody finds it any more
-        self.clock.advance(0.05)
-        self.broker.expire(self.clock())
-        for request, text in ((waits, "50 ms that the request itself"), (runs, "100 ms that the request itself")):
-            outcome = self.witness.outcome(request)
-            assert isinstance(outcome, DeadlineExceeded) and text in outcome.detail
-        assert self.take() == [usual]
-        assert self.held() == (1, 3)
-
-    def test_own_deadlines_end_in_their_order_whatever_the_order_of_arrival(self) -> None:
-        own = {name: self.queued(name, own_timeout_s=int(name) / 1000) for name in ("900", "300", "1500", "600")}
-        for number, name in enumerate(sorted(own, key=int), 1):
-            self.clock.advance(0.3 if name != "1500" else 0.6)
-            self.broker.expire(self.clock() + 0.001)
-            assert len(self.witness.told) == number
-            assert isinstance(self.witness.outcome(own[name]), DeadlineExceeded)
-
-    def test_an_own_deadline_beyond_the_time_in_the_queue_does_not_prolong_that(self) -> None:
-        runs, waits = self.queued("runs", tier=0, own_timeout_s=3.0), self.queued("waits", own_timeout_s=3.0)
-        assert self.take(1) == [runs]
-        self.clock.advance(2.01)
-        self.broker.expire(self.clock())
-        assert isinstance(self.witness.outcome(waits), QueueTimeout)
-        assert self.witness.outcome(runs) is None
-        self.clock.advance(1.0)
-        self.broker.expire(self.clock())
-        outcome = self.witness.outcome(runs)
-        assert isinstance(outcome, DeadlineExceeded) and not isinstance(outcome, QueueTimeout)
 
 
 class MemoryBrokerMachine(RuleBasedStateMachine):
@@ -503,14 +380,6 @@ def test_a_batch_is_bounded_in_bytes_and_the_rest_comes_next(broker: MemoryBroke
     assert broker.take(lane, 64, 1000.0, bytes_max=5, room_bytes=10) == requests[2:3]
     assert broker.take(lane, 64, 1000.0, bytes_max=20) == requests[3:]
     assert (list(broker.lanes("m")), broker.bytes_running("m")) == ([], 50)
-
-
-def test_the_expired_do_not_run(broker: MemoryBroker) -> None:
-    for total_timeout_s in (1.0, 9.0):
-        broker.submit(make_request("r", Witness(), now=1000.0, value=b"x" * 10, total_timeout_s=total_timeout_s))
-    (lane,) = broker.lanes("m")
-    assert len(broker.take(lane, 64, 1002.0)) == 1
-    assert broker.bytes_running("m") == 10
 
 
 def test_a_reserved_request_counts_until_it_is_settled(broker: MemoryBroker) -> None:

@@ -1,26 +1,18 @@
 """The live page and its stream, by HTTP: what it is made of, who may read it, and that its numbers are true."""
 
-import asyncio
 import gzip
 import json
 import re
 from collections.abc import Iterator
-from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
-from typing import Any
 
 import pytest
-import redis.asyncio
 
-from carpool.broker.redis.keys import Keys
 from carpool.face.http.page import NAMES
-from support.client import Response, ask_once, inference_body
+from support.client import Response
 from support.gateway import Peer, ask, eventually, serving
-from support.inside import process_of
 from support.live import viewing
-from support.processes import GatewayProcess, carpool, until
-from support.redis_fleet import fleet_over
-from support.redis_servers import RedisServer
+from support.processes import GatewayProcess, carpool
 
 JSON = "Content-Type: application/json"
 POISON = "arsenic"
@@ -110,17 +102,6 @@ def test_nothing_that_a_client_sent_is_shown(gateway: GatewayProcess) -> None:
     assert canary not in json.dumps(event)
 
 
-def test_when_nobody_looks_any_more_the_next_one_sees_only_what_comes_then(gateway: GatewayProcess) -> None:
-    with viewing(gateway.admin_port) as viewer:
-        viewer.next()
-    for n in range(5):
-        infer(gateway, f"unseen {n}")
-    with viewing(gateway.admin_port) as viewer:
-        first = viewer.next()
-        assert (first["seconds"], first["batches"]) == (0, [])
-        assert viewer.next()["batches_ended"] == 0
-
-
 def test_whoever_looks_keeps_nobody_from_leaving(tmp_path_factory: pytest.TempPathFactory) -> None:
     with serving(tmp_path_factory.mktemp("leaving"), settings={"gateway.drain_grace_s": 0.1}) as leaving:
         with viewing(leaving.admin_port) as viewer:
@@ -170,80 +151,6 @@ def test_a_login_is_a_cookie(guarded: GatewayProcess) -> None:
     assert ask(port, "GET", "/internal/live", b"", f"Cookie: {cookie}", "Sec-Fetch-Site: same-site").status == 401
     assert ask(port, "GET", "/internal/dead-letters", b"", f"Cookie: {cookie}").status == 200
     assert ask(port, "DELETE", "/internal/login").headers["set-cookie"].startswith("carpool_admin=;")
-
-
-# Over Redis
-
-
-async def test_a_slow_request_that_is_shown_can_be_asked_for(
-    tmp_path: Path, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """At any gateway, though many have come since: on a page it stands for a minute."""
-    monkeypatch.setattr("carpool.face.intake.RECENT_KEPT", 2)
-    sim = {"upstream__endpoints": ["sim:?latency_ms=5&slots=4"]}
-    async with AsyncExitStack() as running:
-        shared = {"broker__url": redis_server.url, "broker__namespace": tmp_path.name}
-        await running.enter_async_context(process_of("batcher", **shared, **sim))
-        here, there = [await running.enter_async_context(process_of("gateway", **shared)) for _ in range(2)]
-
-        async def is_ready() -> bool:
-            return (await ask_once(here.admin_port, "GET", "/internal/ready")).status == 200
-
-        await until(is_ready)
-        with ExitStack() as looking:  # in a thread: the other side is in this one
-            viewer = await asyncio.to_thread(looking.enter_context, viewing(there.admin_port))
-            await asyncio.to_thread(viewer.until, lambda event: len(event["processes"]) == 3)
-            named = "X-Request-Id: the-slow-one\r\n"
-            await ask_once(here.port, "POST", "/v1/inference", inference_body("slow"), named)
-
-            def is_shown(event: dict[str, Any]) -> bool:
-                return any(slow["id"] == "the-slow-one" for slow in event["slow"])
-
-            await asyncio.to_thread(viewer.until, is_shown)
-            for _ in range(5):
-                await ask_once(here.port, "POST", "/v1/inference", inference_body("another"))
-            told = await ask_once(there.admin_port, "GET", "/internal/requests/the-slow-one")
-            assert told.status == 200
-            assert (told.json["status"], told.json["batch"]["size"]) == ("completed", 1)
-
-
-async def test_any_process_shows_the_whole_fleet(tmp_path: Path, redis_server: RedisServer) -> None:
-    settings = {"broker.namespace": tmp_path.name}
-    sim = "sim:?latency_ms=5&slots=4"
-    async with fleet_over(tmp_path, redis_server.url, settings) as fleet:
-        one, other = (await fleet.add("gateway")).process, (await fleet.add("gateway")).process
-        batcher = (await fleet.add("batcher", "--upstream", sim)).process
-        await fleet.wait_until_ready()
-        with viewing(batcher.admin_port) as viewer:
-            await asyncio.to_thread(viewer.until, lambda event: len(event["processes"]) == 3)
-            for n in range(10):
-                answer = await ask_once(one.port, "POST", "/v1/inference", inference_body(f"{n}"))
-                assert answer.status == 200
-            seen: list[dict[str, Any]] = []
-
-            def is_seen(event: dict[str, Any]) -> bool:
-                seen.append(event)
-                sizes = {batch[0]: batch[3] for each in seen for _, batch in each["batches"] if batch[5]}
-                return bool(sum(sizes.values()) >= 10)
-
-            event = await asyncio.to_thread(viewer.until, is_seen)
-            assert {process["role"] for each in seen for process in each["processes"]} == {"gateway", "batcher"}
-            places = {each["processes"][place]["role"] for each in seen for place, _ in each["batches"]}
-            assert places == {"batcher"}
-            total = sum([await process.metric("carpool_requests_total") for process in (one, other, batcher)])
-
-            def is_counted(event: dict[str, Any]) -> bool:
-                return bool(sum(event["requests"].values()) == total)
-
-            if not is_counted(event):
-                await asyncio.to_thread(viewer.until, is_counted)
-        # Nobody looks any more: what was written for those who did is soon gone.
-        async with redis.asyncio.from_url(redis_server.url) as client:
-
-            async def is_gone() -> bool:
-                return not await client.exists(Keys(tmp_path.name).live)
-
-            await until(is_gone)
 
 
 # `carpool top`

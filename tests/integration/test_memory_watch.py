@@ -1,17 +1,14 @@
 """How full a real Redis is."""
 
-import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, cast
 
-import pytest
-
 from carpool.broker.redis.client.address import parse_broker_url
 from carpool.broker.redis.client.link import Lost
 from carpool.broker.redis.client.nodes import Nodes
-from carpool.broker.redis.fleet.memory import MemoryWatch, memory_facts, memory_fraction
+from carpool.broker.redis.fleet.memory import MemoryWatch
 from support.processes import until
 from support.redis_servers import RedisCluster, RedisServer, running_redis
 
@@ -43,12 +40,6 @@ async def test_full_and_not_full_again(tmp_path: Path) -> None:
             assert 0.8 < watch.fraction < 1.1
             await client.flushall()
             await until(lambda: not watch.is_full)
-
-
-async def test_without_a_limit_it_is_never_full(redis_server: RedisServer) -> None:
-    async with watching(redis_server.url) as watch:
-        await until(lambda: watch.used_bytes > 0)
-        assert (watch.fraction, watch.is_full, watch.letter_bytes_max(shards=1)) == (0.0, False, None)
 
 
 class SomePrimaries:
@@ -102,17 +93,6 @@ async def test_a_primary_that_never_answered_hides_no_room() -> None:
     assert (watch.fraction, watch.used_bytes, watch.is_short) == (0.1, 10, False)
 
 
-async def test_what_was_known_stays_while_redis_is_gone(tmp_path: Path) -> None:
-    async with running_redis(tmp_path, "--maxmemory", "100kb") as server, watching(server.url) as watch:
-        await until(lambda: watch.is_full)
-        server.kill()
-        await asyncio.sleep(0.3)
-        assert watch.is_full
-        await server.restart()
-        used = watch.used_bytes
-        await until(lambda: watch.used_bytes != used)
-
-
 async def limit_memory(nodes: list[RedisServer], most: int) -> None:
     for node in nodes:
         async with node.client() as client:
@@ -131,22 +111,3 @@ async def test_every_primary_of_a_cluster_counts(redis_cluster: RedisCluster) ->
             assert not watch.is_full
     finally:
         await limit_memory(primaries, 0)  # others use them later
-
-
-@pytest.mark.parametrize(
-    ("info", "facts"),
-    [
-        (b"# Memory\r\nused_memory:100\r\nused_memory_human:100B\r\nmaxmemory:400\r\n", (100, 400)),
-        (b"used_memory:100\r\n", (100, 0)),
-        (b"maxmemory:400\r\n", None),
-        (b"used_memory:-\r\n", None),
-        (b"", None),
-    ],
-)
-def test_facts(info: bytes, facts: tuple[int, int] | None) -> None:
-    assert memory_facts(info) == facts
-
-
-def test_fraction() -> None:
-    assert memory_fraction(50, 100) == 0.5
-    assert memory_fraction(50, 0) == 0.0

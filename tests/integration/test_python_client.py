@@ -1,18 +1,14 @@
 """The Python client, against a real gateway and against one that misbehaves on command; every example of its page."""
 
 import asyncio
-import gc
 import json
-import threading
-from collections.abc import AsyncIterator, Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing, asynccontextmanager, suppress
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from carpool.client import AsyncClient, Client, Unreachable, asynchronous
+from carpool.client import AsyncClient, Client, Unreachable
 from carpool.client.wire import LostAnswer
 from carpool.core.errors import (
     BrokerDown,
@@ -31,8 +27,8 @@ from carpool.core.errors import (
     UpstreamFailed,
 )
 from carpool.core.problem import problem_json
-from support.gateway import HeldGpu, eventually, serving
-from support.processes import PATIENCE_S, GatewayProcess, until
+from support.gateway import HeldGpu, serving
+from support.processes import GatewayProcess, until
 from support.stream_server import StreamServer, stream_server
 from support.upstreams import answer_bytes
 
@@ -125,10 +121,6 @@ class TestWithAGateway:
         assert client.map(iter(texts), concurrency=32) == [text[::-1] for text in texts]
         assert client.map([]) == []
 
-    def test_the_bar_counts(self, client: Client, capfd: pytest.CaptureFixture[str]) -> None:
-        assert client.map(["a", "b"], progress=True) == ["a", "b"]
-        assert "2/2" in capfd.readouterr().err
-
     def test_an_error_ends_a_map_or_stands_in_its_place(self, client: Client) -> None:
         with pytest.raises(UnknownModel):
             client.map(["a", "b"], model="none")
@@ -155,35 +147,6 @@ class TestWithAGateway:
             list(client.stream(inputs()))
         with pytest.raises(TypeError):
             list(client.stream([object()]))
-
-    def test_an_input_may_be_asked_for_with_the_client_itself(self, client: Client) -> None:
-        assert client.map(client.predict(text).output for text in ("ab", "cd")) == ["ab", "cd"]
-
-    def test_a_sequence_may_take_its_time(self, client: Client) -> None:
-        class Lazy(Sequence[str]):
-            def __len__(self) -> int:
-                return 2
-
-            def __getitem__(self, place: Any) -> Any:
-                if place > 1:
-                    raise IndexError
-                return client.predict("abc"[place:], timeout_s=PATIENCE_S).output
-
-        assert client.map(Lazy()) == ["abc", "bc"]
-
-    def test_a_gateway_that_makes_tasks_of_what_says_nothing_else(self, tmp_path: Path) -> None:
-        with (
-            serving(tmp_path, settings={"input.default_mode": "async"}) as running,
-            Client(f"http://127.0.0.1:{running.port}") as client,
-        ):
-            assert client.predict("abc").output == "cba"
-
-    def test_a_closed_client_says_so(self, gateway: GatewayProcess) -> None:
-        with Client(f"http://127.0.0.1:{gateway.port}") as closed:
-            assert closed.predict("a").output == "a"
-        closed.close()
-        with pytest.raises(RuntimeError, match="closed"):
-            closed.predict("a")
 
 
 class TestWhoLeaves:
@@ -221,70 +184,6 @@ class TestWhoLeaves:
             await until(is_nobody_there)
         gpu.release()
 
-    def test_an_interrupt_ends_a_stream_as_itself(
-        self, held_gateway: GatewayProcess, gpu: HeldGpu, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        wait, calls = Future.result, gpu.calls
-
-        def interrupted(future: Future[Any]) -> None:
-            monkeypatch.setattr(Future, "result", wait)
-            assert eventually(lambda: gpu.calls > calls)
-            raise KeyboardInterrupt
-
-        gpu.hold()
-        monkeypatch.setattr(Future, "result", interrupted)
-        with Client(f"http://127.0.0.1:{held_gateway.port}") as client, pytest.raises(KeyboardInterrupt):
-            list(client.stream(["x"]))
-        gpu.release()
-
-    def test_a_stream_that_the_collector_finds_holds_up_nobody(self, gateway: GatewayProcess) -> None:
-        class Collecting(float):
-            """A timeout; whoever adds it to the time, which is the client's own thread, collects."""
-
-            def __radd__(self, other: Any) -> Any:
-                gc.collect()
-                return other + float(self)
-
-        def leave_a_stream(client: Client) -> None:
-            answers = client.stream(["a"] * 100)
-            assert next(answers).output == "a"
-            itself: list[Any] = [answers]
-            itself.append(itself)
-
-        client, asked = Client(f"http://127.0.0.1:{gateway.port}"), Future[Any]()
-
-        def ask() -> None:
-            asked.set_result(client.predict("x", timeout_s=Collecting(PATIENCE_S)).output)
-
-        gc.disable()
-        try:
-            leave_a_stream(client)
-            threading.Thread(target=ask, daemon=True).start()
-            assert asked.result(PATIENCE_S) == "x"
-        finally:
-            gc.enable()
-        client.close()
-
-    def test_a_client_that_closes_ends_what_is_under_way(self, held_gateway: GatewayProcess, gpu: HeldGpu) -> None:
-        gpu.hold()
-        calls = gpu.calls
-        failures: list[BaseException] = []
-        client = Client(f"http://127.0.0.1:{held_gateway.port}")
-
-        def ask() -> None:
-            try:
-                client.predict("x")
-            except BaseException as failure:
-                failures.append(failure)
-
-        asking = threading.Thread(target=ask)
-        asking.start()
-        assert eventually(lambda: gpu.calls > calls)
-        client.close()
-        asking.join(60)
-        assert len(failures) == 1
-        gpu.release()
-
 
 class TestDeadlines:
     async def test_nobody_waits_longer_whatever_the_gateway_does(self) -> None:
@@ -311,13 +210,6 @@ class TestDeadlines:
                 await client.result("t", timeout_s=0.5)
             assert 1 < len(gateway.heads) <= 4  # it did not ask again at once
 
-    async def test_a_look_that_is_not_answered_is_not_the_end(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        done = answer_bytes(b'{"task_id":"t","status":"SUCCESS","output":1,"timestamp":"2026-01-01T00:00:00Z"}')
-        async with odd(None, done) as gateway, AsyncClient(gateway.url) as client:
-            monkeypatch.setattr(asynchronous, "POLL_S", 0.1)
-            monkeypatch.setattr(asynchronous, "CONNECT_S_MAX", 0.1)
-            assert (await client.result("t", timeout_s=PATIENCE_S)).output == 1
-
     async def test_places_are_free_again_after_cancelled_calls(self) -> None:
         async with odd(None) as gateway, AsyncClient(gateway.url, concurrency=4) as client:
             for round_number in range(20):
@@ -343,12 +235,6 @@ class TestRetries:
             assert len(gateway.heads) == 4
             assert len({head["x-request-id"] for head in gateway.heads}) == 1
             assert {head["authorization"] for head in gateway.heads} == {"Bearer cp_secret"}
-
-    async def test_what_cannot_is_not(self) -> None:
-        async with odd(problem(Malformed("no"))) as gateway, AsyncClient(gateway.url) as client:
-            with pytest.raises(Malformed, match="no"):
-                await client.predict("x")
-            assert len(gateway.heads) == 1
 
     async def test_nor_where_the_pause_ends_after_the_deadline(self) -> None:
         late = problem(RateLimited("too many"), "Retry-After: 30\r\n")

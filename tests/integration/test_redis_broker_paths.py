@@ -53,12 +53,6 @@ def problem(response: Response) -> str:
     return code
 
 
-# Outcomes find those who wait for them.
-
-
-# What is taken, and in which order.
-
-
 # What operators see and do.
 
 

@@ -17,7 +17,6 @@ from carpool.broker.redis.batcher.leases import Leases
 from carpool.broker.redis.batcher.replies import UNCONFIRMED_MAX
 from carpool.broker.redis.batcher.shards import HEADS_KNOWN_MAX
 from carpool.broker.redis.client.link import RedisFailure, ignore
-from carpool.broker.redis.dead_letters.box import RedisDeadLetterBox
 from carpool.broker.redis.formats import ENTRY_FORMAT, Header, encode_header, encode_record
 from carpool.broker.redis.gateway.tasks import RedisTasks
 from carpool.broker.redis.keys import GROUP
@@ -28,18 +27,17 @@ from carpool.core.errors import (
     CarpoolError,
     ClientLeft,
     Draining,
-    InputRefused,
     InternalError,
     QueueFull,
     UpstreamFailed,
 )
 from carpool.core.outcome import Output
 from carpool.core.request import Request
-from carpool.testing import ANYBODY, FakeClock, Witness, make_request
+from carpool.testing import ANYBODY, FakeClock
 from support.processes import PATIENCE_S, until
 from support.redis_halves import LINE_OFFSETS_MS, NEVER_MS, Batcher, Gateway, Halves, open_halves, until_seen
 from support.redis_servers import RedisServer, running_redis
-from support.redis_tasks import letter_bounds, task_board
+from support.redis_tasks import task_board
 from support.tasks import told
 
 ENTERPRISE, FREE = 0, 2
@@ -79,7 +77,6 @@ async def submit_tasks(halves: Halves, batcher: Batcher, names: list[str], value
 
 
 async def look(tasks: RedisTasks, task_id: str) -> str:
-    """A task's status."""
     found = await told(partial(tasks.look, ANYBODY, task_id, 0, False))
     assert not isinstance(found, CarpoolError), found
     status: str = found.status
@@ -118,19 +115,6 @@ class TestOrder:
             ["free-4", "free-5"],
             ["free-6", "free-7"],
         ]
-
-    @pytest.mark.usefixtures("only_wakeups")
-    async def test_streams_that_take_turns(self, halves: Halves) -> None:
-        """What was taken last says nothing about which stream is the next."""
-        gateway = await halves.gateway()
-        batcher = await halves.batcher(free=0, largest=1)
-        names = [f"{kind}-{turn}" for turn in range(4) for kind in ("plain", "special")]
-        for name in names:
-            gateway.submit(name, parameters=b'{"t":1}' if name.startswith("special") else b"")
-            await gateway.nodes.ask(0, b"PING")
-            await asyncio.sleep(0.002)  # the next one is younger, also in milliseconds
-        await until(lambda: batcher.nodes.wakeups == 2)
-        assert [await self.next_ids(batcher) for _ in names] == [[name] for name in names]
 
     @pytest.mark.usefixtures("only_wakeups")
     async def test_a_stream_of_which_no_bell_was_heard(self, halves: Halves) -> None:
@@ -184,24 +168,6 @@ class TestWakeups:
         batcher.nodes.let_replies_come()
         await batcher.until_staged(1)
 
-    @pytest.mark.usefixtures("only_wakeups")
-    async def test_a_bell_causes_one_question(self, redis_server: RedisServer) -> None:
-        """One that was heard while another shard was asked counted again after its own shard had answered."""
-        async with open_halves(redis_server, shards=2) as halves:
-            gateway, batcher = await halves.gateway(), await halves.batcher()
-            await until_quiet(batcher)
-            batcher.nodes.keep_replies()
-            already, before = batcher.consumer.taken, questions(batcher)
-            gateway.submit("in one shard")
-            await until(lambda: batcher.nodes.kept == 1)
-            gateway.submit("in the other")
-            await until(lambda: batcher.consumer.unread("m") == 2)
-            batcher.nodes.let_replies_come()
-            await until(lambda: batcher.consumer.taken == already + 2)
-            await until_quiet(batcher)
-            assert batcher.nodes.runs["take"] == 0, "a bell says where to read"
-            assert questions(batcher) - before == 2
-
     async def test_many_streams_that_it_had_no_slot_for(self, halves: Halves) -> None:
         """Every bell was remembered until a slot was free; what is not remembered must be found all the same."""
         gateway, batcher = await halves.gateway(lanes_max=10_000), await halves.batcher(largest=1)
@@ -231,38 +197,6 @@ class TestWakeups:
         batcher.nodes.let_one_wakeup_come()
         await batcher.until_staged(1)
 
-    @pytest.mark.usefixtures("only_wakeups")
-    async def test_a_stream_that_was_deleted_comes_back(self, halves: Halves) -> None:
-        """It was registered, so nobody made its group: it was never read again."""
-        gateway, batcher = await halves.gateway(), await halves.batcher()
-        gateway.submit("a")
-        await batcher.until_staged(1)
-        (entry,) = await halves.entries()
-        await halves.client.delete(entry.shard.stream(entry.field))  # evicted, or an operator's mistake
-        gateway.submit("b")
-        await batcher.until_staged(2)
-
-    async def test_while_memory_is_short_a_sweep_drops_letters(self, halves: Halves) -> None:
-        is_short = False
-        bounds = letter_bounds(is_memory_short=lambda: is_short)
-        batcher = await halves.batcher(started=False)
-        box = RedisDeadLetterBox(RedisOps(batcher.nodes, halves.keys), bounds=bounds)
-        for number in range(2 * len(halves.keys.shards)):
-            request = make_request(f"r{number}", Witness(), now=monotonic())
-            box.bury(request, InputRefused("no"), 1)
-
-        async def number_of_letters() -> int:
-            return sum([await halves.client.zcard(shard.letters) for shard in halves.keys.shards])
-
-        async def are_there() -> bool:
-            return await number_of_letters() == 2 * len(halves.keys.shards)
-
-        await until_seen(are_there)
-        is_short = True
-        halves.sweeper(batcher, bounds).sweep_all()
-        await until(lambda: bounds.dropped == len(halves.keys.shards))
-        assert await number_of_letters() == len(halves.keys.shards)
-
     async def test_a_sweep_mends_a_stream_without_its_group(self, halves: Halves) -> None:
         """Nothing more comes for it, so nobody makes its group."""
         gateway, batcher = await halves.gateway(), await halves.batcher(started=False)
@@ -286,21 +220,6 @@ class TestSweeps:
     async def halves(self, redis_server: RedisServer) -> AsyncIterator[Halves]:
         async with open_halves(redis_server, shards=4) as halves:
             yield halves
-
-    async def test_shards_are_swept_one_after_the_other(self, halves: Halves) -> None:
-        """All went in one pipeline, and Redis did nothing else meanwhile."""
-        batcher = await halves.batcher(started=False)
-        sweeper = halves.sweeper(batcher)
-        batcher.nodes.keep_replies()
-        sweeper.sweep_all()
-        await until(lambda: batcher.nodes.kept == 1)
-        assert await batcher.nodes.ask(0, b"PING") == b"PONG"
-        assert batcher.nodes.runs["sweep"] == 1
-        sweeper.sweep_all()  # the last one is not over
-        batcher.nodes.let_replies_come()
-        await until(lambda: batcher.nodes.runs["sweep"] == 8)
-        await asyncio.sleep(0.05)
-        assert batcher.nodes.runs["sweep"] == 8
 
     async def test_what_one_part_leaves_is_done_soon(self, halves: Halves) -> None:
         """The rest waited for the next sweep, 64 at a time."""
@@ -438,22 +357,6 @@ class TestReadiness:
         batcher.nodes.let_replies_come()
         await until(lambda: batcher.consumer.why_no_work() is None)
 
-    async def test_one_without_a_free_slot_is_well(self, halves: Halves, monkeypatch: pytest.MonkeyPatch) -> None:
-        batcher = await halves.batcher(free=0, lease_ms=600)
-        monkeypatch.setattr(consumer_module, "SILENT_S_MAX", 0.0)
-        await asyncio.sleep(0.3)  # nobody asks
-        assert batcher.consumer.why_no_work() is None
-
-    async def test_one_whose_outcomes_are_not_taken_says_so(
-        self, halves: Halves, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        batcher = await halves.batcher(free=1, lease_ms=600)
-        monkeypatch.setattr(consumer_module, "UNCONFIRMED_MAX", 0)
-        batcher.replies.unconfirmed += 1
-        assert "outcomes" in (batcher.consumer.why_no_work() or "")
-        batcher.replies.unconfirmed -= 1
-        assert batcher.consumer.why_no_work() is None
-
 
 async def is_length(halves: Halves, number: int) -> bool:
     (field,) = await halves.client.hkeys(halves.keys.shards[0].lanes)
@@ -465,23 +368,6 @@ async def are_letters(halves: Halves, number: int) -> bool:
 
 
 class TestOutcomes:
-    async def test_results_that_are_refused_are_no_storm(self, halves: Halves) -> None:
-        batcher = await halves.batcher()
-        (name,) = task_names(1)
-        tasks = await submit_tasks(halves, batcher, [name])
-        await batcher.until_staged(1)
-        key = halves.keys.shard_of_task(name).task(name)
-        await halves.client.rename(key, key + b":aside")
-        await halves.client.set(key, "no hash")
-        began = monotonic()
-        batcher.answer(batcher.start_batch())
-        await until(lambda: batcher.replies.retries == 4)
-        assert monotonic() - began >= 0.65  # after 0.1, 0.3 and 0.7 s
-        await halves.client.rename(key + b":aside", key)
-        await batcher.until_confirmed()
-        assert await look(tasks, name) == "SUCCESS"
-        tasks.close()
-
     async def test_one_that_cannot_be_written(self, halves: Halves, caplog: pytest.LogCaptureFixture) -> None:
         """Nobody in that turn got an outcome, and the batcher kept them all for ever."""
         one, other = await halves.gateway(b"g1"), await halves.gateway(b"g2")
@@ -550,15 +436,6 @@ class TestLeases:
             await batcher.until_confirmed()
         assert {type(outcome) for outcome in (await gateway.until_told(101)).values()} == {Output}
 
-    async def test_after_one_death_all_come_again_at_once(self, halves: Halves) -> None:
-        """They came one company after the other, from one shard at a time, and many ran out of time."""
-        gateway = await halves.gateway()
-        gateway.submit(*(f"r{number}" for number in range(200)))
-        await halves.orphan(200, deliveries=1)
-        batcher = await halves.batcher(started=False, largest=64, free=4)
-        batcher.consumer.look_at_all()
-        await batcher.until_staged(200)
-
     async def test_who_was_never_sent_does_not_wait_for_suspects(self, halves: Halves) -> None:
         """While one of them ran, nothing was claimed: not even what a batcher that left had given back."""
         gateway, leaving = await halves.gateway(), await halves.batcher(b"leaving", started=False)
@@ -580,17 +457,6 @@ class TestLeases:
         batcher.consumer.look_at_all()
         await batcher.until_staged(1)
         assert [request.id for request in batcher.broker.waiting_requests()] == ["innocent"]
-
-    async def test_after_suspects_the_next_ones_come_at_once(self, halves: Halves) -> None:
-        gateway = await halves.gateway()
-        gateway.submit("a", "b", "c")
-        await halves.orphan(3, deliveries=5)
-        batcher = await halves.batcher(started=False)
-        batcher.consumer.look_at_all()  # once; there is no timer
-        for _ in range(3):
-            await batcher.until_staged(1)
-            batcher.answer(batcher.start_batch())
-        assert len(await gateway.until_told(3)) == 3
 
     async def test_after_six_it_is_given_up(self, halves: Halves) -> None:
         gateway = await halves.gateway()
@@ -684,40 +550,10 @@ class TestOrphansInAllShards:
             yield halves
 
     async def orphans(self, halves: Halves, gateway: Gateway, a_shard: int) -> None:
-        """So many in each shard."""
         for turn in range(16):
             gateway.submit(*(f"{turn}-{number}" for number in range(a_shard)))
             await halves.until_entries(a_shard * (turn + 1))
         await halves.orphan(16 * a_shard)
-
-    async def test_a_slot_is_spent_once(self, halves: Halves) -> None:
-        """Each of eight shards was asked for what one slot can send; others with free slots got nothing."""
-        await self.orphans(halves, await halves.gateway(), 1)
-        for number in range(1, 17):
-            batcher = await halves.batcher(b"b%d" % number, started=False, free=1, largest=1)
-            batcher.consumer.look_at_all()
-            await batcher.until_staged(1)
-            await batcher.consumer.finish_asking(PATIENCE_S)
-            assert batcher.consumer.claimed == 1
-
-    async def test_they_ride_together_in_one_slot(self, halves: Halves) -> None:
-        await self.orphans(halves, await halves.gateway(), 3)
-        batcher = await halves.batcher(started=False, free=1, largest=64)
-        batcher.consumer.look_at_all()
-        await batcher.until_staged(48)
-        assert [lane.waiting for lane in batcher.broker.lanes("m")] == [48]
-
-    async def test_shards_take_turns(self, halves: Halves) -> None:
-        """Those that were asked last had more, and were asked first again, while others waited."""
-        await self.orphans(halves, gateway := await halves.gateway(), 2)
-        batcher = await halves.batcher(started=False, free=1, largest=1)
-        batcher.consumer.look_at_all()
-        for _ in range(16):
-            batcher.consumer.notify()
-            await batcher.until_staged(1)
-            batcher.answer(batcher.start_batch())
-        told = await gateway.until_told(16)
-        assert {name.partition("-")[0] for name in told} == {str(turn) for turn in range(16)}
 
     async def test_a_suspect_does_not_wait_for_what_nobody_here_can_claim(self, halves: Halves) -> None:
         """One of eight shards was asked for suspects, whether it had any or not."""
@@ -842,45 +678,6 @@ class TestWhoLeaves:
             batcher.consumer.look_at_all()
         batcher.nodes.let_replies_come()
         await batcher.until_staged(1)
-
-    async def test_one_that_another_batcher_has(self, halves: Halves) -> None:
-        """Every batcher hears every bell."""
-        gateway, batcher = await halves.gateway(), await halves.batcher()
-        gateway.submit("r")
-        await batcher.until_staged(1)
-        (entry,) = await halves.entries()
-        heard = batcher.nodes.wakeups
-        await halves.client.spublish(entry.shard.wakeup, b"left b2 %b %b" % (entry.field, entry.id))
-        await until(lambda: batcher.nodes.wakeups == heard + 1)
-        assert batcher.broker.depth == 1
-
-    async def test_a_suspect_makes_room_for_the_next(self, halves: Halves) -> None:
-        gateway = await halves.gateway()
-        requests = gateway.submit("a", "b")
-        await halves.orphan(2, deliveries=5)
-        batcher = await halves.batcher()
-        batcher.consumer.look_at_all()  # once: the timer comes much later
-        await batcher.until_staged(1)
-        (first,) = batcher.start_batch()
-        gateway.queue.cancel(next(request for request in requests if request.id == first.id))
-        await batcher.until_staged(1)
-        (second,) = batcher.start_batch()
-        assert {first.id, second.id} == {"a", "b"}
-        batcher.answer([second])
-        told = await gateway.until_told(2)
-        assert [type(told[request.id]) for request in (first, second)] == [ClientLeft, Output]
-
-    async def test_while_it_runs_it_is_not_sent_again(self, halves: Halves) -> None:
-        gateway, batcher = await halves.gateway(), await halves.batcher()
-        (leaves,) = gateway.submit("leaves")
-        await batcher.until_staged(1)
-        (running,) = batcher.start_batch()
-        gateway.queue.cancel(leaves)
-        await until(lambda: running.phase == leaves.phase)  # DONE: a retry would drop it
-        batcher.answer([running])
-        await batcher.until_confirmed()
-        await halves.until_entries(0)
-        assert len(await gateway.until_told(1)) == 1
 
     async def test_whose_time_in_the_queue_is_over_still_waits_if_it_was_taken(self, halves: Halves) -> None:
         gateway, batcher = await halves.gateway(), await halves.batcher()
@@ -1047,10 +844,6 @@ class TestDrain:
         assert entry.owner == b"b1" and entry.idle_ms < NEVER_MS
         batcher.answer(batch)
         assert isinstance((await gateway.until_told(1))["r"], Output)
-
-
-def questions(batcher: Batcher) -> int:
-    return sum(batcher.nodes.runs[name] for name in ("take", "level"))
 
 
 async def until_quiet(batcher: Batcher) -> None:

@@ -1,6 +1,5 @@
 """Dead letters on a real Redis: what becomes one, and that a replay neither loses nor repeats anything."""
 
-import asyncio
 import time
 from collections.abc import AsyncIterator
 from itertools import pairwise
@@ -14,23 +13,19 @@ from carpool.broker.redis.dead_letters import box as box_module
 from carpool.broker.redis.dead_letters.bounds import LetterBounds
 from carpool.broker.redis.dead_letters.box import RedisDeadLetterBox
 from carpool.broker.redis.dead_letters.letters import IDS_A_MS
-from carpool.broker.redis.fleet.memory import LETTERS_SHARE_MAX, SHARE_MAX, memory_facts, memory_fraction
-from carpool.broker.redis.gateway import dead_letters as desk_module
 from carpool.broker.redis.gateway.dead_letters import RedisDeadLetterDesk
 from carpool.broker.redis.gateway.tasks import RedisTasks
 from carpool.broker.redis.scripts import BURY
-from carpool.core.dead_letter import DeadLetterSummary, SynchronousKept
+from carpool.core.dead_letter import DeadLetterSummary
 from carpool.core.errors import (
     BrokerDown,
     CarpoolError,
-    DeadlineExceeded,
     InputRefused,
     Malformed,
-    UpstreamFailed,
 )
 from carpool.core.request import Request
 from carpool.testing import Witness, make_request
-from support.processes import PATIENCE_S, until
+from support.processes import until
 from support.redis_servers import RedisServer, running_redis
 from support.redis_tasks import Office, letter_bounds, open_office
 from support.tasks import told
@@ -90,23 +85,6 @@ async def letters(redis_server: RedisServer) -> AsyncIterator[LetterOffice]:
 # What becomes one.
 
 
-@pytest.mark.parametrize(
-    ("kept", "causes"), [("poison", ["input-refused"]), ("all", ["input-refused", "upstream-failed"]), ("none", [])]
-)
-async def test_which_synchronous_requests_are_kept(
-    letters: LetterOffice, kept: SynchronousKept, causes: list[str]
-) -> None:
-    letters.box = RedisDeadLetterBox(letters.office.steps, bounds=letters.bounds, kept=kept)
-    await letters.bury("a", error=REFUSED)
-    await letters.bury("b", error=UpstreamFailed("down"))
-    await letters.bury("c", error=DeadlineExceeded("late"))
-    assert [letter.cause for letter in await letters.desk.page(0, 10)] == causes
-    assert sum(letters.box.buried.values()) == len(causes)
-    letters.box.bury_suspect(letters.request("suspect"), UpstreamFailed("given up: 3 batchers did not come back"), 3)
-    await until(lambda: letters.box.burying == 0)
-    assert ("suspect" in await letters.names()) == (kept != "none")
-
-
 async def test_ids_rise_and_the_oldest_make_room(redis_server: RedisServer) -> None:
     async with open_office(redis_server.url, shards=1) as office:
         letters = LetterOffice(office, bounds=letter_bounds(5))
@@ -136,35 +114,6 @@ async def test_letters_are_bounded_in_bytes(redis_server: RedisServer, caplog: p
         assert await letters.names() == names
         assert letters.bounds.dropped == 41 - len(names)
     assert [record.message for record in caplog.records] == ["1 dead letters were dropped to make room"]
-
-
-async def test_letters_have_a_part_of_the_memory_at_most(redis_server: RedisServer) -> None:
-    """A flood of them is quicker than any look at the memory."""
-    async with open_office(redis_server.url, shards=1) as office:
-        memory: int | None = None
-        letters = LetterOffice(office, bounds=letter_bounds(memory_bytes_max=lambda: memory))
-        await letters.bury(*(f"r{number}" for number in range(20)))
-        assert len(await letters.names()) == 20
-        memory = 1000
-        await letters.bury("last")
-        assert 1 < len(await letters.names()) < 20
-
-
-async def test_letters_do_not_fill_the_memory_of_redis(tmp_path: Path) -> None:
-    """Poison of one client closed the door to all others, for as long as letters are kept."""
-    async with running_redis(tmp_path, "--maxmemory", "40mb") as server, open_office(server.url) as office:
-        share = 0.0
-        letters = LetterOffice(office, bounds=letter_bounds(is_memory_short=lambda: share > LETTERS_SHARE_MAX))
-        for number in range(60):
-            letters.box.bury(letters.request(f"r{number}", b'"%b"' % (b"x" * 900_000)), REFUSED, 1)
-            await until(lambda: letters.box.burying == 0)
-            facts = memory_facts(await office.nodes.ask(0, b"INFO", b"memory"))
-            assert facts is not None
-            share = memory_fraction(*facts)
-            assert share < SHARE_MAX
-        assert letters.box.failures == 0
-        kept = len(await letters.names())
-        assert (kept > 10, letters.bounds.dropped) == (True, 60 - kept)
 
 
 async def test_without_memory_nothing_is_half_buried(tmp_path: Path) -> None:
@@ -198,14 +147,6 @@ async def test_letters_on_their_way_are_bounded(letters: LetterOffice, monkeypat
 # Pages.
 
 
-async def test_a_call_looks_through_a_bounded_number_of_bytes(
-    letters: LetterOffice, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(desk_module, "LOOKED_THROUGH_BYTES_MAX", 1)
-    await letters.bury(*(f"r{number}" for number in range(40)))
-    assert len(await letters.names()) == 40
-
-
 async def test_a_letter_of_another_version_can_be_seen_and_dropped(letters: LetterOffice) -> None:
     shard = letters.office.keys.shards[3]
     head = msgspec.msgpack.encode([99, "r", "m", 0, "new-cause", "new", 1])
@@ -220,12 +161,6 @@ async def test_a_letter_of_another_version_can_be_seen_and_dropped(letters: Lett
         await letters.desk.replay_all(None)
     await letters.desk.drop(summary.id)
     assert await letters.names() == []
-
-
-# Dropping.
-
-
-# Replaying.
 
 
 # When Redis is gone.
@@ -270,39 +205,3 @@ async def test_a_replay_whose_answer_was_lost_loses_no_letter(tmp_path: Path) ->
         assert letters.tasks.doubtful == 0
         assert [entry.input for entry in await office.take()] == [b'"r1"']
         assert await letters.names() == []
-
-
-async def test_pages_go_over_all_shards_in_order(letters: LetterOffice, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(desk_module, "LETTERS_A_CALL_MAX", 2)
-    await letters.bury(*(f"r{number}" for number in range(50)))
-    whole = await letters.desk.page(0, 1000)
-    assert sorted(letter.request_id for letter in whole) == sorted(f"r{number}" for number in range(50))
-    assert [letter.id for letter in whole] == sorted(letter.id for letter in whole)
-    assert letters.desk.total() == 50
-    for limit in (1, 7, 49, 50):
-        after, pages = 0, []
-        while page := await letters.desk.page(after, limit):
-            assert len(page) <= limit
-            pages += page
-            after = page[-1].id
-        assert pages == whole
-
-
-async def test_replay_all_ends_though_its_tasks_come_back(redis_server: RedisServer) -> None:
-    """Letters that its own tasks come back as are younger than where it stops."""
-    async with open_office(redis_server.url, shards=2) as office:
-        letters = LetterOffice(office)
-        await letters.bury(*(f"r{number}" for number in range(200)))
-        office.replies = office.writer(result_ttl_ms=1000, letter_bounds=letter_bounds(1000))
-        over = asyncio.Event()
-
-        async def fail_everything() -> None:
-            while not over.is_set():
-                for taken in await office.take():
-                    await office.finish(taken, REFUSED)
-
-        failing = asyncio.ensure_future(fail_everything())
-        report = await asyncio.wait_for(letters.desk.replay_all(None), PATIENCE_S)
-        over.set()
-        await failing
-        assert len(report.tasks) == 200

@@ -13,7 +13,6 @@ import pytest
 
 from carpool.broker.redis.client.link import ignore
 from carpool.broker.redis.formats import Reply, encode_reply
-from carpool.broker.redis.gateway.queue import STREAMS_A_CALL_MAX
 from carpool.core.clock import monotonic
 from carpool.core.errors import (
     BrokerDown,
@@ -31,8 +30,6 @@ from support.redis_halves import Gateway, Halves, open_halves, until_seen
 from support.redis_servers import RedisServer, running_redis
 
 NAMES = [f"r{number}" for number in range(20)]
-# Long enough for several attempts to connect.
-OUTAGE_S = 0.5
 # By which Redis knows the connection that waits for replies.
 READER = "xread"
 
@@ -77,15 +74,6 @@ class TestConnections:
         assert all(isinstance(outcome, Output) for outcome in told.values())
         assert (gateway.queue.sent_again, gateway.queue.pending.late_outcomes, gateway.queue.pending.held) == (0, 0, 0)
         await own_halves.until_entries(0)
-
-    async def test_nothing_piles_up_while_redis_is_away(self, own_halves: Halves) -> None:
-        """Each failed attempt to connect had every waiting entry remembered once more."""
-        gateway = await own_halves.gateway()
-        await queued(own_halves, gateway, *NAMES)
-        own_halves.server.kill()
-        await gateway.until_mode("down")
-        await asyncio.sleep(OUTAGE_S)
-        assert (gateway.queue.pending.held, gateway.queue.to_withdraw) == (len(NAMES), 0)
 
     async def test_what_is_handed_on_is_withdrawn(self, own_halves: Halves) -> None:
         """Only the reader of replies is lost: the entries would be done here and by a batcher."""
@@ -138,19 +126,6 @@ class TestConnections:
         await own_halves.until_entries(len(NAMES) - 1)
         assert leaver.id not in {entry.request_id for entry in await own_halves.entries()}
 
-    async def test_one_whose_time_in_the_queue_is_over_while_its_shard_is_away(self, own_halves: Halves) -> None:
-        gateway = await own_halves.gateway()
-        await queued(own_halves, gateway, "late", queue_timeout_s=0.05)
-        await queued(own_halves, gateway, *NAMES)
-        await asyncio.sleep(0.06)
-        await own_halves.cut()
-        await gateway.until_mode("down")
-        gateway.queue.expire(monotonic())
-        assert {name: type(outcome) for name, outcome in gateway.outcomes().items()} == {"late": QueueTimeout}
-        await gateway.until_mode("redis")
-        await own_halves.until_entries(len(NAMES))
-        assert "late" not in {entry.request_id for entry in await own_halves.entries()}
-
     async def test_who_leaves_or_is_late_after_it_was_handed_on(self, own_halves: Halves) -> None:
         gateway = await own_halves.gateway(with_upstream=True)
         await queued(own_halves, gateway, "leaves", "late", "stays")
@@ -168,24 +143,6 @@ class TestConnections:
         told = {name: type(outcome) for name, outcome in gateway.outcomes().items()}
         assert told == {"leaves": ClientLeft, "late": DeadlineExceeded}
         assert (local.held, gateway.queue.pending.held, gateway.queue.pending.late_outcomes) == (1, 0, 1)
-
-    async def test_a_client_that_leaves_while_redis_hangs(self, tmp_path: Path) -> None:
-        """Nobody knows yet that its shard is away: Redis dies before it reads what it is asked."""
-        async with (
-            running_redis(tmp_path, "--appendonly", "yes", "--appendfsync", "always") as server,
-            open_halves(server, timeout_s=1.0) as halves,
-        ):
-            gateway = await halves.gateway()
-            await queued(halves, gateway, *NAMES)
-            server.stop()
-            leaver = gateway.queue.pending.requests()[0]
-            gateway.queue.cancel(leaver)
-            await gateway.until_mode("down")
-            server.kill()
-            await server.restart()
-            await gateway.until_mode("redis")
-            await halves.until_entries(len(NAMES) - 1)
-            assert leaver.id not in {entry.request_id for entry in await halves.entries()}
 
     async def test_a_client_that_leaves_while_nothing_more_can_be_sent(self, own_halves: Halves) -> None:
         """Its entry was withdrawn when its node was back, which had never been away: it was sent all the same."""
@@ -218,21 +175,6 @@ class TestConnections:
 
 
 class TestQueueing:
-    @pytest.mark.parametrize("parameters", [b"", b'{"by":"script"}'])
-    async def test_a_batcher_knows_whose_a_request_is(self, halves: Halves, parameters: bytes) -> None:
-        gateway, batcher = await halves.gateway(), await halves.batcher()
-        for owner in ("", "192.0.2.1", "x" * 64):
-            gateway.submit(f"of-{owner}", owner=owner, parameters=parameters)
-        await batcher.until_staged(3)
-        batch = batcher.start_batch()
-        assert sorted((request.id, request.owner) for request in batch) == [
-            ("of-", ""),
-            ("of-192.0.2.1", "192.0.2.1"),
-            (f"of-{'x' * 64}", "x" * 64),
-        ]
-        batcher.answer(batch)
-        assert len(await gateway.until_told(3)) == 3
-
     async def test_one_turn_is_one_step_whatever_its_lanes_and_tiers(self, own_halves: Halves) -> None:
         """Each lane and tier went its own way, into a shard of its own: with many of both, Redis had far more to do."""
         gateway = await own_halves.informed_gateway()
@@ -247,13 +189,6 @@ class TestQueueing:
         (await own_halves.batcher()).serve()
         told = await gateway.until_told(2 * len(kinds))
         assert all(isinstance(outcome, Output) for outcome in told.values())
-
-    async def test_no_step_sees_to_more_than_so_many_streams(self, own_halves: Halves) -> None:
-        gateway = await own_halves.informed_gateway()
-        for lane in range(STREAMS_A_CALL_MAX + 1):
-            gateway.submit(f"r{lane}", parameters=b'{"lane":%d}' % lane)
-        await own_halves.until_entries(STREAMS_A_CALL_MAX + 1)
-        assert gateway.nodes.runs["arrived"] == 2
 
     async def test_an_outcome_that_comes_while_it_is_queued_again(
         self, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
@@ -324,22 +259,6 @@ class TestQueueing:
         assert {type(outcome) for outcome in told.values()} == {BrokerMemoryFull}
         await gateway.nodes.ask(0, b"PING")  # what followed is done
         assert await own_halves.counted_entries() == 0
-
-    async def test_plain_commands_again_after_an_overload(self, halves: Halves) -> None:
-        """What the last plain command had told was believed for ever: from then on all went by the slow script."""
-        bound = 40
-        gateway = await halves.gateway(waiting_max=bound)
-        for number in range(bound):
-            await queued(halves, gateway, f"r{number}")
-        for request in gateway.queue.pending.requests():
-            gateway.queue.cancel(request)
-        await halves.until_entries(0)
-        await queued(halves, gateway, "tells")
-        before = gateway.nodes.runs["submit"]
-        assert before > 0, "the bound was never near"
-        for turn in range(3):
-            await queued(halves, gateway, f"later-{turn}")
-        assert gateway.nodes.runs["submit"] == before
 
     async def test_the_bound_holds_in_an_overload(self, halves: Halves) -> None:
         """A gateway that was told that the queue is full forgot how much was in it, and added without asking."""

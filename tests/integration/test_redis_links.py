@@ -243,23 +243,6 @@ def test_a_server_that_is_late_but_answers_is_not_given_up() -> None:
     clock.run(main())
 
 
-def test_a_link_in_use_is_not_pinged_and_an_idle_one_is() -> None:
-    clock = FakeClock()
-
-    async def main() -> None:
-        one = OneLink(timeout_s=0.08)
-        for _ in range(100):
-            one.request(b"A")
-            await asyncio.sleep(0.01)
-            one.link.data_received(b":1\r\n")
-        assert b"".join(one.transport.written) == b"*1\r\n$1\r\nA\r\n" * 100
-        one.transport.written.clear()
-        await asyncio.sleep(0.06)
-        assert one.transport.written == [b"*1\r\n$4\r\nPING\r\n"]
-
-    clock.run(main())
-
-
 @pytest.mark.parametrize("is_idle", [False, True])
 def test_a_server_that_hangs_is_noticed_in_less_than_twice_the_timeout(is_idle: bool) -> None:
     clock, timeout_s = FakeClock(), 0.5
@@ -310,16 +293,6 @@ async def test_a_script_that_the_server_does_not_know_is_sent_whole(redis_server
         assert answers[0][:2] == [b"k", b"3"]
 
 
-async def test_who_stops_waiting_disturbs_nobody(redis_server: RedisServer) -> None:
-    async with connected(redis_server.url) as nodes:
-        impatient = asyncio.create_task(nodes.ask(0, "ECHO", "first"))
-        patient = asyncio.create_task(nodes.ask(0, "ECHO", "second"))
-        await asyncio.sleep(0)
-        impatient.cancel()
-        assert await patient == b"second"
-        assert await nodes.ask(0, "ECHO", "third") == b"third"
-
-
 async def test_nothing_is_sent_before_the_start_or_after_the_close(redis_server: RedisServer) -> None:
     nodes = Nodes(parse_broker_url(redis_server.url))
     assert not nodes.is_up(0) and nodes.trouble == "not connected yet" and nodes.primaries() == []
@@ -359,7 +332,6 @@ def test_a_process_that_was_stopped_itself_does_not_blame_redis(run: Run, tmp_pa
 
 
 async def trouble_of(url: str, files: TlsFiles = NO_FILES) -> str:
-    """Why it cannot be connected."""
     changes: list[None] = []
     nodes = Nodes(parse_broker_url(url, files=files), changed=lambda: changes.append(None))
     nodes.start()
@@ -401,11 +373,6 @@ def test_tls(tmp_path: Path, certificates: Certificates) -> None:
 
     for run in RUNNERS:
         run(main())
-
-
-async def test_a_file_for_tls_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
-        Nodes(parse_broker_url("rediss://host", files=TlsFiles(str(tmp_path / "none.pem"))))
 
 
 # Servers that fail.
@@ -496,16 +463,6 @@ async def test_a_server_that_loads_its_data_is_not_up() -> None:
         assert not nodes.is_up(0)
         del server.replies[b"PING"]
         await until(lambda: nodes.is_up(0))
-        await nodes.close()
-
-
-async def test_a_server_without_room_for_another_client() -> None:
-    server = FakeRedis()
-    server.replies[b"CLIENT"] = b"-ERR max number of clients reached\r\n"
-    async with server.running() as url:
-        nodes = Nodes(parse_broker_url(url))
-        nodes.start()
-        await until(lambda: "max number of clients" in nodes.trouble)
         await nodes.close()
 
 
@@ -616,23 +573,6 @@ async def test_a_reader_gets_everything_and_comes_back(tmp_path: Path) -> None:
         assert len(losses) == 1, "who closes it needs not be told"
 
 
-async def test_a_blocking_read_outlives_the_timeout(redis_server: RedisServer) -> None:
-    received: list[Any] = []
-    key = f"blocking-{random.getrandbits(64)}"
-    async with connected(redis_server.url, timeout_s=0.2) as nodes, connected(redis_server.url) as patient:
-        nodes.reader(
-            0,
-            connected=lambda link: link.send("XREAD", "BLOCK", 0, "STREAMS", key, "$"),
-            received=received.append,
-            lost=lambda: received.append("lost"),
-        )
-        await asyncio.sleep(0.6)
-        assert await patient.ask(0, "XADD", key, "*", "field", "value")
-        await until(lambda: bool(received))
-        assert received[0][0][1][0][1] == [b"field", b"value"]
-        await patient.ask(0, "DEL", key)
-
-
 async def test_a_reader_whose_owner_fails_gets_another_connection(redis_server: RedisServer) -> None:
     reported: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context))
@@ -667,8 +607,3 @@ def test_slots() -> None:
     for nonsense in ([[0, 16384, [b"h", 1]]], [[2, 1, [b"h", 1]]], [[0, 1]], [[0, 1, []]], b"text"):
         with pytest.raises((ValueError, TypeError, IndexError)):
             parse_slots(nonsense, "asked")
-
-
-def test_the_ticks_of_a_timeout_are_enough_to_notice_in_time() -> None:
-    """Idle for half the timeout, then a PING that takes the timeout and at most two ticks more: under twice as long."""
-    assert (TICKS_PER_TIMEOUT // 2 + 1 + TICKS_PER_TIMEOUT + 2) / TICKS_PER_TIMEOUT < 2

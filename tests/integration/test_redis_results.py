@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from carpool.broker.redis.formats import KeptResult, encode_result
-from carpool.broker.redis.gateway.results import ENTRY_BYTES, LEAVING_BYTES_MAX, RedisResults
+from carpool.broker.redis.gateway.results import RedisResults
 from carpool.broker.redis.keys import Keys
 from carpool.broker.redis.redis_ops import RedisOps
 from carpool.core.outcome import Output
@@ -85,24 +84,6 @@ async def test_many_that_come_at_once_are_bounded_too(tmp_path: Path, redis_serv
         assert await find(results, b"l" * 32) == [None]
 
 
-async def test_many_before_redis_knows_the_script_are_bounded(tmp_path: Path) -> None:
-    """Those are all written before the first of them is counted."""
-    async with running_redis(tmp_path) as server, results_in(server, "n", bytes_max=200_000) as results:
-        for number in range(2000):
-            results.keep(bytes([number % 256, number // 256]) * 16, make_output(b"x" * 1000))
-        results.write()
-
-        async def is_counted() -> bool:
-            return bool(await server.ask("HEXISTS", Keys("n", 1).shards[0].counts.decode(), "cache_bytes"))
-
-        await until(is_counted)
-        await find(results, *KEYS)  # all that was sent before has been done
-        assert await cache_bytes(server, "n") <= 200_000
-        shard = Keys("n", 1).shards[0]
-        kept = [int(await server.ask("HLEN", name.decode())) for name in (shard.kept, shard.kept_before)]
-        assert sum(kept) < 200
-
-
 async def test_while_memory_is_short_they_make_room(tmp_path: Path, redis_server: RedisServer) -> None:
     is_short = False
     async with results_in(redis_server, tmp_path.name, shards=1, is_memory_short=lambda: is_short) as results:
@@ -149,32 +130,6 @@ async def test_nobody_waits_for_a_redis_that_does_not_answer(tmp_path: Path, how
 async def hset(server: RedisServer, namespace: str, key: bytes, value: bytes) -> None:
     async with server.client() as client:
         await client.hset(Keys(namespace, 1).shards[0].kept, key, value)
-
-
-async def test_one_that_is_too_old_is_none(tmp_path: Path, redis_server: RedisServer) -> None:
-    """The part that it is in lives for longer. One from the future was written before the clock was set back."""
-    async with results_in(redis_server, tmp_path.name, shards=1, ttl_s=60.0) as results:
-        seconds = int((await redis_server.ask("TIME"))[0])
-        for key, age_s in zip(KEYS, (0, 50, 61, 100, -3600), strict=False):
-            kept = KeptResult((seconds - age_s) * 1000, b"%d" % age_s)
-            await hset(redis_server, tmp_path.name, key, encode_result(kept))
-        assert await find(results, *KEYS[:5]) == [b"0", b"50", None, None, None]
-
-
-async def test_one_that_grows_in_its_place_is_counted(tmp_path: Path, redis_server: RedisServer) -> None:
-    shard = Keys(tmp_path.name, 1).shards[0]
-    keys = [number.to_bytes(2) * 16 for number in range(300)]
-    async with results_in(redis_server, tmp_path.name, bytes_max=200_000) as results:
-        for size in (1, 20_000):
-            for key in keys:
-                results.keep(key, make_output(b"x" * size))
-            results.write()
-            await until_found(results, keys[-1])
-    kept = 0
-    async with redis_server.client() as client:
-        for name in (shard.kept, shard.kept_before):
-            kept += sum(map(len, await client.hvals(name)))
-    assert 0 < kept <= 200_000
 
 
 def documented_rights() -> list[str]:
@@ -228,14 +183,6 @@ async def test_where_redis_does_not_count_them_they_go(tmp_path: Path) -> None:
         await until(is_found)
 
 
-async def test_what_waits_for_the_time_is_bounded(tmp_path: Path) -> None:
-    """Thousands of tiny results take more than their bytes."""
-    async with running_redis(tmp_path) as server, results_of_user(server, "-time", bytes_max=10**9) as results:
-        output = make_output(b"1")
-        taken = sum(results.keep(number.to_bytes(4) * 8, output) for number in range(200_000))
-        assert taken * (ENTRY_BYTES + 1) <= LEAVING_BYTES_MAX + ENTRY_BYTES + 1
-
-
 async def test_one_that_many_ask_for_is_sent_once(tmp_path: Path) -> None:
     """Tasks share no seat. Redis would send as many replies in one as no connection takes."""
     async with running_redis(tmp_path) as server, results_in(server, "n", bytes_max=10**8) as results:
@@ -251,16 +198,6 @@ async def test_one_that_many_ask_for_is_sent_once(tmp_path: Path) -> None:
         assert int((await server.facts("stats"))["total_net_output_bytes"]) - before < 3_000_000
 
 
-async def test_many_are_asked_for_in_parts(tmp_path: Path, redis_server: RedisServer) -> None:
-    keys = [number.to_bytes(2) * 16 for number in range(500)]
-    async with results_in(redis_server, tmp_path.name) as results:
-        for key in keys[::2]:
-            results.keep(key, make_output(key))
-        results.write()
-        await until_found(results, keys[498])
-        assert await find(results, *keys) == [None if number % 2 else key for number, key in enumerate(keys)]
-
-
 async def test_while_redis_is_not_asked_they_are_to_be_kept_elsewhere_too(tmp_path: Path) -> None:
     async with running_redis(tmp_path) as server, results_in(server, "n", look_s_max=0.01) as results:
         await until(lambda: results.keep(KEYS[0], make_output(b"1")))
@@ -270,42 +207,3 @@ async def test_while_redis_is_not_asked_they_are_to_be_kept_elsewhere_too(tmp_pa
         await until(lambda: bool(kept))
         assert kept == [False]
         server.go_on()
-
-
-async def test_who_fails_when_told_keeps_nobody_else_waiting(tmp_path: Path, redis_server: RedisServer) -> None:
-    def fail(output: Output | None, age_s: float) -> None:
-        raise ZeroDivisionError
-
-    def tell(key: bytes, output: Output | None, age_s: float) -> None:
-        told.append(key)
-
-    async with results_in(redis_server, tmp_path.name) as results:
-        results.keep(KEYS[0], make_output(b"0"))  # found here, and the others are asked for
-        told: list[bytes] = []
-        for key in KEYS[:3]:
-            results.look(key, fail)
-            results.look(key, partial(tell, key))
-        await until(lambda: sorted(told) == KEYS[:3])
-
-
-async def test_they_are_gone_in_time_and_count_no_more(tmp_path: Path, redis_server: RedisServer) -> None:
-    async with results_in(redis_server, tmp_path.name, shards=1, ttl_s=2.0) as results:
-        results.keep(KEYS[0], make_output(b"1"))
-        results.keep(KEYS[1], make_output(b"2"))
-        results.write()
-        await until_found(results, KEYS[0])
-
-        async def is_gone() -> bool:
-            return await find(results, *KEYS[:2]) == [None, None]
-
-        await until(is_gone)
-        shard = Keys(tmp_path.name, 1).shards[0]
-
-        async def parts_are_gone() -> bool:
-            return not await redis_server.ask("EXISTS", shard.kept.decode(), shard.kept_before.decode())
-
-        await until(parts_are_gone)
-        results.keep(KEYS[2], make_output(b"3"))
-        results.write()
-        await until_found(results, KEYS[2])
-        assert 0 < await cache_bytes(redis_server, tmp_path.name) < 500

@@ -16,7 +16,6 @@ from support.processes import PATIENCE_S
 from support.redis_servers import RedisServer, running_redis
 from support.redis_shard import (
     START_MS,
-    STRICT_OFFSETS,
     TASK_BYTES,
     Budget,
     Entry,
@@ -50,24 +49,6 @@ class TestSubmit:
             ids = shard.submit("a:s0", [b"x" * 2000] * 1000)
             assert shard.ids("a:s0")[-1000:] == ids
 
-    def test_time_is_that_of_redis(self, shard: ShardBench) -> None:
-        shard.now = None
-        before_ms = time.time() * 1000
-        (entry_id,) = shard.submit("a:s0")
-        assert before_ms - 1000 < int(entry_id.split("-")[0]) < time.time() * 1000 + 1000
-
-    def test_no_more_than_there_is_room_for_and_the_first_ones(self, shard: ShardBench) -> None:
-        shard.submit("a:s0", 3, held_max=5)
-        assert len(shard.submit("b:s0", [b"x", b"y", b"z"], held_max=5)) == 2
-        taken = shard.take(PLENTY)
-        assert [entry.value for entry in taken if entry.field == "b:s0"] == [b"x", b"y"]
-        before = shard.all_keys()
-        with pytest.raises(redis.ResponseError, match=r"^QUEUEFULL"):  # what was taken is still held
-            shard.submit("c:s0", held_max=5)
-        assert shard.all_keys() == before
-        shard.done(*taken)
-        assert len(shard.submit("c:s0", 9, held_max=5)) == 5
-
     def test_the_bell_rings_only_where_nothing_waited(self, shard: ShardBench) -> None:
         with shard.client.pubsub() as pubsub:  # type: ignore[no-untyped-call]
             pubsub.ssubscribe(shard.shard.wakeup)
@@ -98,13 +79,6 @@ class TestSubmit:
 class TestStanding:
     """Where a task stands, without a look at those before it."""
 
-    def test_nor_does_one_whose_time_is_over(self, shard: ShardBench) -> None:
-        shard.submit("a:t0", 3, tasks=["t0", "t1", "t2"])
-        shard.client.hset(shard.shard.task("t2"), "d", START_MS)
-        shard.now = START_MS + 10
-        assert shard.queue_stats("t2") is None
-        assert [shard.queue_stats(name) for name in ("t0", "t1")] == [("m", 0), ("m", 1)]
-
     def test_where_many_were_removed_one_that_waits_is_not_taken(self, shard: ShardBench) -> None:
         names = [f"t{number}" for number in range(1202)]
         for start in range(0, 1202, 200):
@@ -131,22 +105,6 @@ class TestStanding:
         assert shard.queue_stats("first") == ("m", round(3 * 1450 / 2000 + 5 * 450 / 2000))
         assert shard.queue_stats("late") == ("m", 4 + 3 + 1)
 
-    def test_with_strict_order(self, shard: ShardBench) -> None:
-        offsets = {"t0": 0, "t1": 10**14}
-        shard.submit("a:t1", tasks=["low"], offsets=offsets)
-        shard.now = START_MS + 5000
-        shard.submit("a:t0", 2, tasks=["high", "higher"], offsets=offsets)
-        assert (shard.queue_stats("low"), shard.queue_stats("high")) == (("m", 2), ("m", 0))
-
-    def test_a_stream_that_was_dropped_begins_anew(self, shard: ShardBench) -> None:
-        shard.submit("a:t0", tasks=["t1"])
-        (entry,) = shard.take(PLENTY)
-        shard.finish(entry, "t1", b"result")
-        shard.now = START_MS + 5000
-        shard.sweep()
-        shard.submit("a:t0", 2, tasks=["t2", "t3"])
-        assert [shard.queue_stats(name) for name in ("t2", "t3")] == [("m", 0), ("m", 1)]
-
     def test_a_task_of_the_version_before(self, shard: ShardBench) -> None:
         shard.submit("a:t0", tasks=["old"])
         shard.client.hdel(shard.shard.task("old"), "n")
@@ -154,32 +112,6 @@ class TestStanding:
 
 
 class TestTake:
-    @pytest.mark.parametrize("other_stream", [False, True], ids=["one stream", "several streams"])
-    def test_no_more_than_the_free_slots_can_use(self, shard: ShardBench, other_stream: bool) -> None:
-        if other_stream:
-            shard.submit("b:s0", model="other")
-        ids = shard.submit("a:s0", 20)
-        assert shard.take(Budget(batches=0)) == []
-        assert ids_of(shard.take(Budget(batches=2, largest=4))) == ids[:8]
-        assert ids_of(shard.take(Budget(batches=0, largest=4, headroom={"a": 3}))) == ids[8:11]
-        assert ids_of(shard.take(Budget(batches=1, largest=4, headroom={"a": 1}))) == ids[11:16]
-        assert ids_of(shard.take(Budget(batches=9, largest=4))) == ids[16:]
-        assert shard.take(PLENTY) == []
-        assert shard.counts() == shard.true_counts()
-
-    def test_room_in_a_begun_batch_is_for_its_own_lane(self, shard: ShardBench) -> None:
-        shard.submit("a:s0", 3)
-        shard.submit("b:s0", 3)
-        assert fields_of(shard.take(Budget(batches=0, headroom={"b": 2}))) == ["b:s0"] * 2
-        assert fields_of(shard.take(Budget(batches=0, headroom={"c": 2}))) == []
-
-    def test_each_model_has_slots_of_its_own(self, shard: ShardBench) -> None:
-        shard.submit("a:s0", 9, model="m")
-        shard.submit("b:s0", 9, model="n")
-        shard.submit("c:s0", 9, model="o")
-        taken = shard.take({"m": Budget(1, 2), "n": Budget(2, 3), "p": Budget(5, 5)})
-        assert sorted(fields_of(taken)) == ["a:s0"] * 2 + ["b:s0"] * 6
-
     def test_what_exceeds_a_share_stands_later_inside_its_tier_alone(self, shard: ShardBench) -> None:
         offsets = {"s0": 50, "o0": 50, "s1": 150, "o1": 150}
         for field, at, number in (("a:o0", 0, 4), ("a:s0", 90, 1), ("a:s1", 10, 1), ("a:s0", 210, 1)):
@@ -194,14 +126,6 @@ class TestTake:
         shard.submit("a:o0", 3, offsets={"o0": 50})
         shard.submit("a:s0", 3)
         assert sorted(fields_of(shard.take(Budget(3, 2)))) == ["a:o0"] * 3 + ["a:s0"] * 3
-
-    def test_strict_order_is_a_matter_of_offsets(self, shard: ShardBench) -> None:
-        for field, at in (("a:s2", 0), ("b:s1", 100_000), ("c:s0", 900_000), ("a:s1", 950_000)):
-            shard.now = START_MS + at
-            shard.submit(field, 2, offsets=STRICT_OFFSETS)
-        one = Budget(batches=1, largest=1)
-        order = [fields_of(shard.take(one))[0] for _ in range(8)]
-        assert order == ["c:s0"] * 2 + ["b:s1"] * 2 + ["a:s1"] * 2 + ["a:s2"] * 2
 
     def test_equal_places_are_in_the_order_of_the_tiers(self, shard: ShardBench) -> None:
         for line in ("t1", "s1", "t0", "s0"):
@@ -363,16 +287,6 @@ class TestEnds:
         assert shard.cancel(("a:s0", entry_id), which=NOT_HELD) == [1]
         assert shard.counts() == shard.true_counts() == {"held": 0, "unread": 0}
 
-    def test_what_was_taken_goes_too_when_its_client_left(self, shard: ShardBench) -> None:
-        ids = shard.submit("a:s0", 3)
-        taken = shard.take(Budget(1, 2))
-        assert shard.cancel(*(("a:s0", entry_id) for entry_id in ids)) == [0, 0, 1]
-        assert shard.ids("a:s0") == []
-        assert shard.counts() == shard.true_counts() == {"held": 0, "unread": 0}
-        assert shard.renew(*taken) == [("a:s0", entry.id) for entry in taken]
-        assert shard.done(*taken) == 0
-        assert shard.counts() == shard.true_counts() == {"held": 0, "unread": 0}
-
     def test_a_sweep_ends_what_no_batcher_ends(self, shard: ShardBench) -> None:
         """It counted against the bounds for ever, and its tasks had no outcome."""
         shard.submit("a:t0", 2, tasks=["t1", "t2"])
@@ -498,52 +412,11 @@ class TestEnds:
         shard.done(*shard.take(PLENTY))
         assert not shard.client.exists(f"{prefix}openers", f"{prefix}opened", f"{prefix}lines")
 
-    def test_a_task_that_is_deleted_is_not_claimed(self, shard: ShardBench) -> None:
-        shard.submit("a:t0", tasks=["t1"])
-        (entry,) = shard.take(PLENTY)
-        assert shard.forget("t1")
-        assert shard.renew(entry) == [("a:t0", entry.id)]
-        assert shard.claim(PLENTY, lease_ms=0) == []
-        assert shard.finish(entry, "t1", b"late") == (False, 0)
-        assert shard.counts() == shard.true_counts() == {"held": 0, "unread": 0}
-
-    def test_done_forgets_and_may_be_said_twice(self, shard: ShardBench) -> None:
-        shard.submit("a:s0", 3)
-        shard.submit("b:s1", 2)
-        taken = shard.take(PLENTY)
-        assert shard.done(*taken[:4]) == 4
-        assert shard.done(*taken, Entry("ff:s0", "1-1", b"")) == 1
-        assert shard.counts() == shard.true_counts() == {"held": 0, "unread": 0}
-        assert shard.leases("a:s0") == shard.leases("b:s1") == {}
-
-    def test_done_by_whoever_had_it_before(self, shard: ShardBench) -> None:
-        shard.submit("a:s0")
-        taken = shard.take(PLENTY)
-        shard.let_lapse(*taken)
-        shard.claim(PLENTY)
-        assert shard.done(*taken) == 1
-        assert shard.renew(*taken, consumer="b2") == [("a:s0", taken[0].id)]
-
     def test_done_of_what_redis_forgot_was_taken(self, shard: ShardBench) -> None:
         """A promoted replica may have missed that."""
         (entry_id, _) = shard.submit("a:s0", 2)
         assert shard.done(Entry("a:s0", entry_id, b"")) == 1
         assert shard.counts() == shard.true_counts() == {"held": 1, "unread": 1}
-
-
-class TestPeek:
-    def test_what_waits(self, shard: ShardBench) -> None:
-        assert shard.peek() == []
-        first = shard.submit("a:s0", 5)
-        shard.now = START_MS + 7
-        shard.submit("b:s1", 2, model="n")
-        later = [("b:s1", "n", START_MS + 7 + 150, 2)]
-        assert shard.peek() == [("a:s0", "m", START_MS + 50, 5), *later]
-        shard.take(Budget(1, 3))
-        shard.cancel(("a:s0", first[3]))
-        assert shard.peek() == [("a:s0", "m", START_MS + 50, 1), *later]
-        shard.take({"m": PLENTY, "n": PLENTY})
-        assert shard.peek() == []
 
 
 class TestStrangers:
@@ -562,21 +435,6 @@ class TestStrangers:
 
 
 class TestSweep:
-    def test_empty_streams_go_when_they_are_quiet(self, shard: ShardBench) -> None:
-        for field in ("a:s0", "b:s0", "c:s0"):
-            shard.submit(field)
-        taken = shard.take(PLENTY)
-        shard.done(taken[0], taken[1])
-        assert shard.sweep() == (1, 0)
-        assert shard.fields() == {"a:s0", "b:s0", "c:s0"}
-        shard.now = START_MS + 2000
-        assert shard.sweep() == (1, 0)
-        assert shard.fields() == {"c:s0"}
-        assert not shard.client.exists(shard.stream("a:s0"), shard.stream("b:s0"))
-        assert shard.renew(taken[2]) == []
-        shard.submit("a:s0", 2)
-        assert len(shard.take(PLENTY)) == 2
-
     def test_counts_are_put_right(self, shard: ShardBench) -> None:
         shard.submit("a:s0", 5)
         shard.submit("b:s1", 2)
@@ -668,11 +526,6 @@ class TestBytes:
         assert b"kept" in shard.client.lrange(shard.shard.prefix + b"read", 0, -1)
         assert shard.counted_bytes() == shard.true_bytes()
 
-    def test_a_task_without_a_result_is_not_read(self, shard: ShardBench) -> None:
-        shard.submit("a:t0", tasks=["t1"])
-        assert shard.was_read("t1") == 0
-        assert shard.counted_bytes() == shard.true_bytes()
-
     def test_a_batcher_that_asks_again_hears_of_a_result_that_has_gone(self, shard: ShardBench) -> None:
         shard.submit("a:t0", tasks=["t1"])
         (entry,) = shard.take(PLENTY)
@@ -727,33 +580,6 @@ class TestBytes:
                 "letter_bytes": 0,
             }
         )
-
-    def test_letters_do_not_grow_while_memory_is_short(self, shard: ShardBench) -> None:
-        assert shard.bury(10, is_memory_short=1) == 1
-        for size in (400, 300):
-            shard.bury(size)
-        assert shard.bury(500, is_memory_short=1) == 2
-        assert [size for _, size in shard.letters()] == [500]
-
-    def test_while_memory_is_short_half_of_the_letters_go_at_each_sweep(self, shard: ShardBench) -> None:
-        for _ in range(8):
-            shard.bury(100)
-        left = []
-        for _ in range(5):
-            shard.sweep(is_memory_short=1)
-            left.append(len(shard.letters()))
-        assert left == [4, 2, 1, 0, 0]
-        assert shard.letters_dropped == 0
-
-    def test_letters_that_are_dropped_or_replayed_count_no_more(self, shard: ShardBench) -> None:
-        for size in (100, 200, 300, 400):
-            shard.bury(size)
-        (first, _), (second, _), *_ = shard.letters()
-        assert shard.drop(first) == 1
-        shard.submit("a:t0", tasks=["t1"], letter=second)
-        assert shard.counted_bytes()["letter_bytes"] == shard.true_bytes()["letter_bytes"] == 700
-        assert shard.drop() == 2
-        assert shard.counted_bytes()["letter_bytes"] == 0
 
     def test_letters_of_an_older_carpool_are_counted_and_bounded(self, shard: ShardBench) -> None:
         for letter in range(1, 11):

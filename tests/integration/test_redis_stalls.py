@@ -14,8 +14,6 @@ from carpool.core.request import Request
 from support.processes import PATIENCE_S, until
 from support.redis_halves import Halves, open_halves, until_seen
 from support.redis_servers import RedisServer, running_redis
-from support.redis_tasks import open_office
-from support.tasks import told
 
 # Long enough that an entry which is taken for new is taken well before it would be over.
 LIFE_S = 1.5
@@ -64,17 +62,6 @@ async def test_what_lay_in_a_socket_is_late_when_it_arrives(
     assert [request.id for request in batcher.start_batch()] == ["patient"]
 
 
-async def test_the_time_for_a_slot_goes_on_in_a_socket(halves: Halves, server: RedisServer) -> None:
-    gateway, batcher = await halves.informed_gateway(), await halves.batcher()
-    server.stop()
-    (request,) = gateway.submit("late", queue_timeout_s=LIFE_S)
-    await asyncio.sleep(request.arrived + LIFE_S - monotonic())
-    server.go_on()
-    assert isinstance((await gateway.until_told(1))["late"], QueueTimeout)
-    assert batcher.consumer.taken == 1
-    assert batcher.broker.depth == 0
-
-
 async def test_who_was_given_up_meanwhile_is_withdrawn(halves: Halves, server: RedisServer) -> None:
     gateway = await halves.informed_gateway()
     server.stop()
@@ -113,20 +100,6 @@ async def test_an_answer_that_lay_in_a_socket_brings_nothing_that_is_late(halves
     batcher.nodes.let_replies_come()
     assert isinstance((await gateway.until_told(len(requests)))["late"], DeadlineExceeded)
     assert batcher.broker.depth == 0
-
-
-async def test_a_task_ends_at_its_own_deadline(server: RedisServer) -> None:
-    async with open_office(server.url) as office:
-        tasks = office.gateway()
-        request = office.request(own_timeout_s=LIFE_S, total_timeout_s=LIFE_S)
-        server.stop()
-        accepted = asyncio.ensure_future(told(lambda done: tasks.submit(request, done)))
-        await until_over(request)
-        server.go_on()
-        assert await accepted is None
-        facts = await office.hash_of(request.id)
-        seconds, microseconds = await office.nodes.ask(0, b"TIME")
-        assert int(facts[b"d"]) <= int(seconds) * 1000 + int(microseconds) // 1000
 
 
 @pytest.mark.parametrize("code", [DeadlineExceeded.code, QueueTimeout.code])

@@ -10,17 +10,14 @@ import pytest
 
 from carpool.broker.redis.client.nodes import Nodes
 from carpool.broker.redis.gateway import task_intake as intake_module
-from carpool.broker.redis.gateway import task_removals as removals_module
 from carpool.broker.redis.gateway import tasks as tasks_module
 from carpool.broker.redis.gateway.tasks import RedisTasks
 from carpool.core.errors import (
     BrokerDown,
     BrokerMemoryFull,
     CarpoolError,
-    InputRefused,
     InternalError,
     QueueFull,
-    UnknownTask,
 )
 from carpool.core.ports import Caller
 from carpool.core.task import StoredTask
@@ -71,17 +68,6 @@ async def submit_all(office: Office, tasks: RedisTasks, number: int, **options: 
     return list(await asyncio.gather(*(told(partial(tasks.submit, request)) for request in requests)))
 
 
-async def test_the_tasks_of_one_turn_go_into_one_shard(office: Office) -> None:
-    tasks = office.gateway()
-    assert await submit_all(office, tasks, 20) == [None] * 20
-    taken = await office.take()
-    assert len({entry.shard.number for entry in taken}) == 1
-    assert [entry.input for entry in taken] == [b"%d" % index for index in range(20)]
-    for entry in taken:
-        assert office.keys.shard_of_task(entry.task_id) is entry.shard
-        assert (await look(tasks, entry.task_id)).status == "PENDING"
-
-
 @pytest.mark.parametrize("replicas", [0, -1])
 async def test_one_that_cannot_be_queued_refuses_itself_alone(
     office: Office, redis_server: RedisServer, replicas: int
@@ -97,12 +83,6 @@ async def test_one_that_cannot_be_queued_refuses_itself_alone(
     assert sorted(taken.task_id for taken in await office.take()) == sorted([requests[0].id, requests[2].id])
     if durable is not None:
         await durable.close()
-
-
-async def test_more_tasks_than_one_flush_takes(office: Office, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(intake_module, "TASKS_A_FLUSH_MAX", 3)
-    assert await submit_all(office, office.gateway(), 10) == [None] * 10
-    assert len(await office.take()) == 10
 
 
 async def test_another_shard_takes_the_task_of_one_that_is_down(
@@ -130,15 +110,6 @@ async def test_tasks_go_to_the_shards_that_are_for_them(office: Office, monkeypa
     monkeypatch.setattr(office.nodes, "is_up", lambda slot: slot not in for_tasks)
     assert office.keys.shard_of_task(await office.submit(tasks)).number >= 2
     monkeypatch.undo()
-
-
-async def test_a_flush_does_not_fill_one_shard(office: Office, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(intake_module, "FLUSH_BYTES_MAX", 10)
-    tasks, requests = office.gateway(), [office.request(b'"12345678"') for _ in range(20)]
-    ids = [request.id for request in requests]
-    answers = await asyncio.gather(*(told(partial(tasks.submit, request)) for request in requests))
-    assert answers == [None] * 20
-    assert [request.id for request in requests] == ids  # each in the shard that its id named
 
 
 async def test_what_collects_is_bounded(office: Office, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,29 +168,6 @@ async def test_a_telling_before_the_first_answer_is_not_lost(office: Office, no_
     tasks.finished(task_id)
     assert await finished
     assert (await poll).status == "SUCCESS"
-
-
-async def test_the_first_written_result_wins(office: Office) -> None:
-    tasks = office.gateway()
-    task_id = await office.submit(tasks)
-    (taken,) = await office.take()
-    assert await office.finish(taken, OUTPUT)
-    first = await look(tasks, task_id)
-    assert await office.finish(taken, InputRefused("too late"))  # Redis says yes: there is nothing left to do
-    assert await look(tasks, task_id) == first
-    assert await office.counts() == (0, 0)
-    assert office.buried == []
-
-
-async def test_the_clock_may_be_given(office: Office) -> None:
-    tasks = office.gateway(now_ms=lambda: b"1000000")
-    office.replies = office.writer(now_ms=lambda: b"2000000", result_ttl_ms=1000)
-    task_id = await office.submit(tasks)
-    assert (await look(tasks, task_id)).timestamp_wall == 1000.0
-    (taken,) = await office.take()
-    await office.finish(taken, OUTPUT, after_s=2.5)
-    # Of Redis's clock at the submission, and of the batcher's from there on.
-    assert (await look(tasks, task_id)).timestamp_wall == 1002.5
 
 
 # When Redis has no memory, no replicas, or is gone.
@@ -306,24 +254,6 @@ async def test_a_task_behind_the_wait_is_not_covered_by_it(office: Office, redis
         await durable.close()
 
 
-async def test_a_submission_that_was_lost_is_removed_when_redis_is_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(removals_module, "RETRY_S", 0.1)
-    async with running_redis(tmp_path) as server, open_office(server.url, timeout_s=1.0) as office:
-        tasks = office.gateway()
-        kept = await office.submit(tasks)
-        server.stop()
-        answers = await submit_all(office, tasks, 3)
-        assert [type(error) for error in answers] == [BrokerDown] * 3
-        assert all(error is not None and "may or may not" in error.detail for error in answers)
-        server.go_on()
-        await until(lambda: office.nodes.is_up(0))
-        await until(lambda: tasks.doubtful == 0)
-        assert await office.counts() == (1, 1)
-        assert [taken.task_id for taken in await office.take()] == [kept]
-
-
 async def test_without_redis_everybody_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tasks_module, "LOOK_AGAIN_S", 0.05)
     saves = ("--appendonly", "yes", "--appendfsync", "always")
@@ -347,30 +277,6 @@ async def test_without_redis_everybody_is_told_so(tmp_path: Path, monkeypatch: p
         assert not long.done()  # who waits long outlives it
         assert await office.finish(taken, OUTPUT)
         assert (await long).status == "SUCCESS"
-
-
-async def test_forgotten_after_it_was_read(office: Office) -> None:
-    tasks = office.gateway()
-    task_id = await office.submit(tasks)
-    assert (await look(tasks, task_id, forget=True)).status == "PENDING"
-    (taken,) = await office.take()
-    await office.finish(taken, OUTPUT)
-    heard: list[StoredTask | CarpoolError] = []
-
-    def hung_up(task: StoredTask | CarpoolError) -> bool:
-        heard.append(task)
-        return False
-
-    tasks.look(ANYBODY, task_id, 0.0, True, hung_up)
-    await until(lambda: bool(heard))
-    assert (await look(tasks, task_id, forget=True)).status == "SUCCESS"
-
-    async def is_forgotten() -> (
-        bool
-    ):  # a script that Redis does not know yet is sent twice, the second time behind others
-        return isinstance(await look(tasks, task_id), UnknownTask)
-
-    await until(is_forgotten)
 
 
 async def test_a_task_ends_at_its_own_deadline_whoever_came_with_it(office: Office) -> None:

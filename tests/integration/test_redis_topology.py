@@ -10,12 +10,11 @@ import pytest
 import pytest_asyncio
 from redis.crc import key_slot
 
-from carpool.broker.redis.client.address import parse_broker_url
 from carpool.broker.redis.client.link import Link, RedisFailure
 from carpool.broker.redis.client.nodes import Nodes
 from support.processes import until
 from support.redis_nodes import connected, script_of
-from support.redis_servers import HOST, RedisCluster, RedisServer, running_cluster, running_sentinels
+from support.redis_servers import HOST, RedisCluster, running_cluster, running_sentinels
 
 pytestmark = pytest.mark.xdist_group("moving cluster")
 
@@ -32,26 +31,9 @@ def key_and_slot() -> tuple[bytes, int]:
     return key, key_slot(key)
 
 
-async def test_every_slot_is_asked_at_its_primary(cluster: RedisCluster) -> None:
-    async with connected(cluster.url) as nodes:
-        assert len(nodes.primaries()) == 3
-        for _ in range(20):
-            key, slot = key_and_slot()
-            assert nodes.is_up(slot)
-            assert await nodes.ask(slot, "SET", key, "v") == b"OK"
-            assert nodes.node_of(slot).at == (HOST, (await cluster.primary_of(slot)).port)
-
-
 async def test_one_node_that_answers_is_enough_to_find_the_others(cluster: RedisCluster) -> None:
     async with connected(f"redis+cluster://127.0.0.1:1,{HOST}:{cluster.nodes[0].port}") as nodes:
         assert len(nodes.primaries()) == 3
-
-
-async def test_a_server_that_is_no_cluster(redis_server: RedisServer) -> None:
-    nodes = Nodes(parse_broker_url(f"redis+cluster://{HOST}:{redis_server.port}"))
-    nodes.start()
-    await until(lambda: "cluster support disabled" in nodes.trouble)
-    await nodes.close()
 
 
 async def test_a_slot_that_moves_is_followed(cluster: RedisCluster) -> None:
@@ -85,49 +67,6 @@ async def test_a_slot_that_moves_is_followed(cluster: RedisCluster) -> None:
         await nodes.ask(slot, "SPUBLISH", key, "ding")
         await until(lambda: received[-1] == [b"smessage", key, b"ding"])
         await nodes.ask(slot, "DEL", key)
-
-
-async def test_a_node_that_had_no_slots_is_found_by_redirection(cluster: RedisCluster, tmp_path: Path) -> None:
-    key, slot = key_and_slot()
-    home = await cluster.primary_of(slot)
-    # Without its last slot it would become another's replica otherwise.
-    options = ("--cluster-enabled", "yes", "--cluster-allow-replica-migration", "no")
-    newcomer = await RedisServer.start(tmp_path, *options)
-    try:
-        name = (await newcomer.ask("CLUSTER", "MYID")).decode()
-        await newcomer.ask("CLUSTER", "MEET", HOST, home.port)
-
-        async def is_known() -> bool:
-            known = all([name in (await node.ask("CLUSTER", "NODES")).decode() for node in cluster.nodes])
-            return known and b"cluster_state:ok" in await newcomer.ask("CLUSTER", "INFO")
-
-        await until(is_known)
-        async with connected(cluster.url) as nodes:
-            away = await cluster.begin_to_move(slot, home, newcomer)
-            answers = await asyncio.gather(*(nodes.ask(slot, "INCR", key) for _ in range(50)))
-            assert sorted(answers) == list(range(1, 51))
-            await away.end()
-            assert await nodes.ask(slot, "INCR", key) == 51
-            assert nodes.node_of(slot).at[1] == newcomer.port
-            await until(lambda: len(nodes.primaries()) == 4)
-            # And it leaves again.
-            await nodes.ask(slot, "DEL", key)
-            await (await cluster.begin_to_move(slot, newcomer, home)).end()
-            assert await nodes.ask(slot, "INCR", key) == 1
-            await until(lambda: len(nodes.primaries()) == 3)
-            await nodes.ask(slot, "DEL", key)
-
-            async def is_left_alone() -> bool:
-                return b"name=carpool" not in await newcomer.ask("CLIENT", "LIST")
-
-            # It may be named once more by a redirection; the look after that lets it go.
-            await until(is_left_alone)
-            await asyncio.sleep(0.3)
-            assert await is_left_alone(), "it was connected again"
-        for node in cluster.nodes:
-            await node.ask("CLUSTER", "FORGET", name)
-    finally:
-        newcomer.kill()
 
 
 async def until_writes_resume(nodes: Nodes, slot: int, key: bytes) -> None:

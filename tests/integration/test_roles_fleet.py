@@ -1,16 +1,13 @@
 """Gateways and batchers as real processes over a real Redis, as a user starts them."""
 
 import asyncio
-import json
 import os
 import re
 import signal
 from pathlib import Path
 
-import redis.asyncio
-
 from support.client import ask_once, inference_body
-from support.processes import PATIENCE_S, GatewayProcess, carpool_for, running_role, until
+from support.processes import running_role, until
 from support.redis_servers import RedisServer
 
 SIM = "sim:?latency_ms=20&slots=8"
@@ -67,31 +64,3 @@ async def test_two_processes_on_one_port(tmp_path: Path, redis_server: RedisServ
         assert parent.log_messages("error") == ["process 1 was ended by SIGKILL; it is started again in 0.1 s"]
         parent.terminate()
         assert await parent.exit_code() == 0
-
-
-async def refused_for_its_shards(directory: Path, server: RedisServer, *command: str) -> str:
-    """The last line of a process that has another number of shards than the fleet."""
-    own = {"CARPOOL_BROKER_URL": server.url, "CARPOOL_BROKER_NAMESPACE": directory.name}
-    constants = {"carpool.composition.redis_context.SHARDS_MAX": 8}
-    arguments = [*command, "--port", "0"]
-    done = await asyncio.to_thread(carpool_for, PATIENCE_S, arguments, directory, own, constants)
-    assert done.returncode == 2, command
-    return done.stderr.splitlines()[-1]
-
-
-async def test_another_number_of_shards_than_the_fleets_is_refused(tmp_path: Path, redis_server: RedisServer) -> None:
-    """And takes nothing meanwhile, though there is work: nobody has let it in."""
-
-    async def submit(gateway: GatewayProcess, number: int) -> None:
-        body = json.dumps({"input": str(number), "mode": "async"}).encode()
-        assert (await ask_once(gateway.port, "POST", "/v1/inference", body)).status == 202
-
-    async with running_role(tmp_path, "gateway", settings=settings(tmp_path, redis_server)) as gateway:
-        for number in range(64):
-            await submit(gateway, number)
-        for command in (("batcher", "--upstream", SIM), ("gateway",), ("serve", "--upstream", SIM)):
-            said = await refused_for_its_shards(tmp_path, redis_server, *command)
-            assert "has 8 shards and the fleet that uses this Redis 16" in said
-    async with redis.asyncio.from_url(redis_server.url) as client:
-        streams = [stream async for stream in client.scan_iter(match=f"{tmp_path.name}:*:q:*")]
-        assert sum([await client.xlen(stream) for stream in streams]) == 64
