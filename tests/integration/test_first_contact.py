@@ -91,14 +91,11 @@ async def test_what_the_api_does_is_said_and_nobody_is_blamed(
             assert CANARY not in process.log.read_text()
 
 
-@pytest.mark.parametrize("broker", ["embedded", "redis"])
-async def test_a_task_that_nobody_answers_in_its_time_is_a_letter(
-    tmp_path: Path, redis_server: RedisServer, broker: Broker
-) -> None:
+async def test_a_task_that_nobody_answers_in_its_time_is_a_letter(tmp_path: Path, redis_server: RedisServer) -> None:
     settings = {"tasks.timeout_s": 6}
     async with (
         scripted_upstream(Refusing(404)) as upstream,
-        stage(tmp_path, ["--upstream", upstream.url], broker, settings, redis_server) as on,
+        stage(tmp_path, ["--upstream", upstream.url], "redis", settings, redis_server) as on,
     ):
         task = (await ask(on.gateway.port, "task", "Prefer: respond-async\r\n")).json["task_id"]
         await until(lambda: upstream.calls >= 2)
@@ -112,14 +109,13 @@ async def test_a_task_that_nobody_answers_in_its_time_is_a_letter(
         await until(is_letter)
 
 
-@pytest.mark.parametrize("broker", ["embedded", "redis"])
 async def test_with_an_input_of_its_own_readiness_waits_for_an_answer(
-    tmp_path: Path, redis_server: RedisServer, broker: Broker
+    tmp_path: Path, redis_server: RedisServer
 ) -> None:
     settings = {"upstream.probe_input": '"probe me"'}
     async with (
         scripted_upstream(Refusing(404)) as upstream,
-        stage(tmp_path, ["--upstream", upstream.url], broker, settings, redis_server) as on,
+        stage(tmp_path, ["--upstream", upstream.url], "redis", settings, redis_server) as on,
     ):
         assert isinstance(upstream, Refusing)
 

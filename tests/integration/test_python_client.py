@@ -210,22 +210,6 @@ class TestDeadlines:
                 await client.result("t", timeout_s=0.5)
             assert 1 < len(gateway.heads) <= 4  # it did not ask again at once
 
-    async def test_places_are_free_again_after_cancelled_calls(self) -> None:
-        async with odd(None) as gateway, AsyncClient(gateway.url, concurrency=4) as client:
-            for round_number in range(20):
-                calls = [asyncio.create_task(client.predict("x")) for _ in range(4)]
-                for _ in range(round_number):
-                    await asyncio.sleep(0)
-                for call in calls:
-                    call.cancel()
-                await asyncio.gather(*calls, return_exceptions=True)
-            before = len(gateway.heads)
-            calls = [asyncio.create_task(client.predict("x")) for _ in range(4)]
-            await until(lambda: len(gateway.heads) >= before + 4)
-            for call in calls:
-                call.cancel()
-            await asyncio.gather(*calls, return_exceptions=True)
-
 
 class TestRetries:
     async def test_what_may_succeed_later_is_sent_again_with_the_same_id(self) -> None:
