@@ -41,6 +41,8 @@ START_MS = 1_700_000_000_000
 LEASE_MS = 5_000
 OFFSETS = {"s0": 50, "s1": 150, "s2": 500}
 LINES = ("s0", "s1", "s2", "t0", "t1")
+# More than any clock counts, and still a whole number in Lua.
+STRICT_OFFSETS = {"s0": 0, "s1": 10**14, "s2": 2 * 10**14}
 
 
 class Entry(msgspec.Struct, frozen=True):
