@@ -1,38 +1,152 @@
 """Sums agree: what became of requests, by metrics, by tracking, on the live page, and as the load itself counted it.
 
-Exactly; and with `kill -9` no more than a second of the dead process's records is missing, and tasks are exact.
+With `kill -9` no more than a second of the dead process's records is missing, and tasks are exact. That they agree
+exactly without a kill, `tests/integration/test_sums_of_faces.py` shows.
 """
 
 import asyncio
-import json
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
-from carpool.core.errors import all_errors
-from support.counted_load import CountedLoad
+from carpool.core.problem import code_of as code_in
+from support.client import Connection, ConnectionBrokenError, Response, inference_body
 from support.live import viewing
-from support.processes import GatewayProcess, carpool, running_gateway, start_gateway, until
+from support.processes import GatewayProcess, start_gateway, until
 from support.redis_fleet import Place, fleet_over
 from support.redis_servers import RedisServer, running_redis
-from support.tracking import outcomes, problems, rows, rows_by_outcome, until_written
+from support.tracking import outcomes, rows, rows_by_outcome, until_written
+
+ASYNC = "Prefer: respond-async\r\n"
+# Every so many requests are a task, others are cut off by their own deadline.
+TASK_EVERY, HURRIED_EVERY = 5, 7
+AGAIN_S = 0.02
+
+
+class Told(NamedTuple):
+    """The end of a request, as its client saw it."""
+
+    at: float
+    code: str
+    by: GatewayProcess
+
+
+class CountedLoad:
+    """Clients that ask one after the other until they are told to stop. Who is cut off goes to the next gateway."""
+
+    def __init__(
+        self, gateways: Callable[[], Sequence[GatewayProcess]], clients: int = 24, *, may_refuse: bool = False
+    ) -> None:
+        self._gateways = gateways
+        self.told: dict[str, Told] = {}
+        # Tasks that were accepted, and what was read of them in the end.
+        self.tasks: dict[str, Told | None] = {}
+        self.broken = 0
+        # Tasks that were not accepted, where that may be.
+        self.refused = 0
+        self._may_refuse = may_refuse
+        self._is_over = False
+        self._clients = [asyncio.ensure_future(self._run(number)) for number in range(clients)]
+
+    @property
+    def answered(self) -> int:
+        return len(self.told) + sum(1 for told in self.tasks.values() if told is not None)
+
+    async def more(self, number: int) -> None:
+        """Until so many more were answered."""
+        wanted = self.answered + number
+        await until(lambda: self.answered >= wanted)
+
+    async def stop(self) -> None:
+        """Ask no more; those under way come to their end."""
+        self._is_over = True
+        await asyncio.gather(*self._clients)
+
+    def counts(self, *, by: GatewayProcess | None = None) -> Counter[str]:
+        """Outcomes of synchronous requests, at one gateway or at all."""
+        return Counter(told.code for told in self.told.values() if by is None or told.by is by)
+
+    async def _run(self, client: int) -> None:
+        number, turn = 0, client
+        while not self._is_over:
+            gateways = self._gateways()
+            gateway = gateways[turn % len(gateways)]
+            turn += 1
+            try:
+                connection = await Connection.open(gateway.port)
+            except OSError:
+                await asyncio.sleep(AGAIN_S)
+                continue
+            try:
+                while not self._is_over:
+                    number += 1
+                    await self._ask(connection, gateway, f"{client}-{number}", number)
+            except ConnectionBrokenError:
+                self.broken += 1
+            finally:
+                await connection.close()
+
+    async def _ask(self, connection: Connection, gateway: GatewayProcess, name: str, number: int) -> None:
+        if number % TASK_EVERY == 0:
+            accepted = await connection.ask("POST", "/v1/inference", inference_body(name), ASYNC)
+            if accepted.status == 503 and self._may_refuse:
+                self.refused += 1
+                await asyncio.sleep(AGAIN_S)
+                return
+            assert accepted.status == 202, accepted.body
+            task_id: str = accepted.json["task_id"]
+            self.tasks[task_id] = None
+            await self._read(task_id, name)
+            return
+        headers = f"X-Request-Id: {name}\r\n" + ("X-Request-Timeout-Ms: 1\r\n" if number % HURRIED_EVERY == 0 else "")
+        answer = await connection.ask("POST", "/v1/inference", inference_body(name), headers)
+        if answer.status == 200:
+            assert answer.json["output"] == name[::-1], "somebody else's output"
+        self.told[name] = Told(time.monotonic(), code_of(answer), gateway)
+
+    async def _read(self, task_id: str, name: str) -> None:
+        """Wait for a task's end, at whatever gateway lives."""
+        turn = 0
+        while True:
+            gateways = self._gateways()
+            gateway = gateways[turn % len(gateways)]
+            turn += 1
+            try:
+                connection = await Connection.open(gateway.port)
+            except OSError:
+                await asyncio.sleep(AGAIN_S)
+                continue
+            try:
+                answer = await connection.ask("GET", f"/v1/result/{task_id}?wait_ms=5000")
+            except ConnectionBrokenError:
+                continue
+            finally:
+                await connection.close()
+            if answer.status == 200 and answer.json["status"] != "PENDING":
+                assert answer.json["output"] == name[::-1], "somebody else's output"
+                self.tasks[task_id] = Told(time.monotonic(), "ok", gateway)
+                return
+            assert answer.status in (200, 503), answer.body
+            await asyncio.sleep(AGAIN_S)
+
+
+def code_of(answer: Response) -> str:
+    """`ok`, or the code of the error."""
+    return "ok" if answer.status == 200 else code_in(answer.body)
+
 
 POISON = "arsenic"
 SIM = f"sim:?latency_ms=5&slots=8&poison={POISON}"
-BENCH = ["--rate", "300", "--duration", "5s", "--payload-bytes", "100", "--poison", POISON, "--poison-every", "100"]
 LOST_S_MAX = 1.0
 STALLS, STALL_S = 10, 0.8
 
 
 def tracked_in(path: Path) -> dict[str, object]:
     return {"tracking.store": "sqlite", "tasks.data_dir": str(path.parent), "shedding.mode": "off"}
-
-
-def all_rows(paths: Sequence[Path]) -> Counter[str]:
-    return sum((rows_by_outcome(path) for path in paths), Counter())
 
 
 async def shown_on_the_page(process: GatewayProcess, expected: Counter[str]) -> bool:
@@ -44,63 +158,6 @@ async def shown_on_the_page(process: GatewayProcess, expected: Counter[str]) -> 
         return True
 
     return await asyncio.to_thread(look)
-
-
-async def bench(port: int, report: Path) -> Counter[int]:
-    """How many answers of each status `carpool bench` got."""
-    url = f"http://127.0.0.1:{port}"
-    done = await asyncio.to_thread(carpool, "bench", url, *BENCH, "--json", str(report), "--quiet")
-    assert done.returncode in (0, 1), done.stderr  # 1: some were refused
-    told = json.loads(await asyncio.to_thread(report.read_text))
-    assert (told["wrong"], told["unanswered"]) == (0, 0)
-    return Counter({int(status): count for status, count in told["status"].items()})
-
-
-def by_status(codes: Counter[str]) -> Counter[int]:
-    statuses = {error.code: error.status for error in all_errors()} | {"ok": 200}
-    counted: Counter[int] = Counter()
-    for code, count in codes.items():
-        counted[statuses[code]] += count
-    return counted
-
-
-async def compare(processes: Sequence[GatewayProcess], paths: Sequence[Path], benched: Counter[int]) -> None:
-    """All four of them."""
-
-    async def is_all_counted() -> bool:
-        return (await outcomes(*processes))["ok"] == benched[200]
-
-    await until(is_all_counted)
-    await until_written(*processes)
-    counted, told = await outcomes(*processes), await problems(*processes)
-    # Who was refused at the door was told so, and has no outcome.
-    assert by_status(told) + Counter({200: counted["ok"]}) == benched
-    assert not counted - told - Counter(ok=counted["ok"])
-    assert all_rows(paths) == counted
-    for process in processes:
-        assert await shown_on_the_page(process, counted)
-    assert counted["ok"] > 2000 and len(counted) > 1
-
-
-@pytest.mark.timeout(240)
-async def test_alone_all_sums_agree(tmp_path: Path) -> None:
-    path = tmp_path / "tracking.db"
-    async with running_gateway(tmp_path, SIM, settings=tracked_in(path)) as gateway:
-        both = await asyncio.gather(*(bench(gateway.port, tmp_path / f"report-{n}.json") for n in range(2)))
-        await compare([gateway], [path], both[0] + both[1])
-
-
-@pytest.mark.timeout(240)
-async def test_over_redis_all_sums_agree(tmp_path: Path, redis_server: RedisServer) -> None:
-    paths: list[Path] = []
-    async with fleet_over(tmp_path, redis_server.url, {"broker.namespace": tmp_path.name}) as fleet:
-        for number in range(2):
-            for role, flags in (("gateway", []), ("batcher", ["--upstream", SIM])):
-                paths.append(tmp_path / f"{role}-{number}" / "tracking.db")
-                await fleet.add(role, *flags, settings=tracked_in(paths[-1]))
-        await fleet.wait_until_ready()
-        both = await asyncio.gather(*(bench(port, tmp_path / f"report-{port}.json") for port in fleet.ports()))
-        await compare([place.process for place in (*fleet.gateways, *fleet.batchers)], paths, both[0] + both[1])
 
 
 def ids_in(path: Path, *, are_tasks: bool) -> Counter[str]:

@@ -10,11 +10,10 @@ import http.client
 import json
 import re
 import socket
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack, asynccontextmanager, closing, contextmanager, suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from support.gateway import request_bytes, serving
 from support.grpc_client import GrpcClient, grpc_client, message
 from support.processes import PATIENCE_S, GatewayProcess
 from support.stream_server import stream_server
+from support.threads import in_a_thread
 
 MB = 1_000_000
 ANSWERS = 6_000
@@ -93,32 +93,16 @@ class LongAnswers:
         text = json.dumps({"outputs": [tensor]}).encode()
         return f"Inference-Header-Content-Length: {len(text)}\r\n", text + tail
 
-    @contextmanager
-    def running(self) -> Iterator["LongAnswers"]:
-        """In a thread of its own until the block ends."""
-        is_listening, is_over = threading.Event(), asyncio.Event()
-        loop = asyncio.new_event_loop()
-
-        async def run() -> None:
-            async with stream_server(self.serve, limit=1 << 20) as server:
-                self.port = server.port
-                is_listening.set()
-                await is_over.wait()
-
-        thread = threading.Thread(target=lambda: loop.run_until_complete(run()))
-        thread.start()
-        try:
-            assert is_listening.wait(PATIENCE_S)
+    @asynccontextmanager
+    async def listening(self) -> AsyncIterator["LongAnswers"]:
+        async with stream_server(self.serve, limit=1 << 20) as server:
+            self.port = server.port
             yield self
-        finally:
-            loop.call_soon_threadsafe(is_over.set)
-            thread.join()
-            loop.close()
 
 
 @pytest.fixture
 def upstream() -> Iterator[LongAnswers]:
-    with LongAnswers().running() as running:
+    with in_a_thread(LongAnswers().listening()) as (running, _):
         yield running
 
 
@@ -148,7 +132,6 @@ class Client:
         self._task = ""
 
     def close(self) -> None:
-        """Hang up."""
         self._http.close()
 
     def _call(self, path: str, body: Any = None, **headers: str) -> int:
@@ -166,7 +149,6 @@ class Client:
         return f"text {next(self._numbers)}"
 
     def _task_id(self) -> str:
-        """A task that is over."""
         if not self._task:
             body = json.dumps({"model": "text", "input": self._text(), "mode": "async"})
             self._http.request("POST", "/v1/inference", body, {"Content-Type": "application/json"})

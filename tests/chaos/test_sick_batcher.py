@@ -1,10 +1,142 @@
-"""U11: over Redis an endpoint for each batcher, and one of them falls sick: the other batchers carry its work."""
+"""U11: over Redis each batcher has one endpoint, and one of them falls sick. The others carry its work."""
 
+import asyncio
+import time
+from collections import Counter
+from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
+import redis.asyncio
 
-from support.scenarios.sick_batcher import BACK_S, Seen, one_batcher_is_sick
+from carpool.broker.redis.keys import Keys
+from support.checker import Checker, Verdict
+from support.redis_fleet import Clients, fleet_over
+from support.redis_servers import running_redis
+from support.upstreams import ScriptedUpstream, scripted_upstream
+
+OWNERS = ("192.0.2.1", "192.0.2.2", "192.0.2.3")
+# An endpoint takes 64 inputs every 0.1 s, and 70 come in a second: far below 30 % of what one endpoint carries.
+CALL_S = 0.1
+ASKS_PER_S, TASKS_PER_S = 50, 20
+WARM_S, AFTER_S = 2.0, 6.0
+# The same for an endpoint that is as slow to fail as it is to answer: 60 % of what one endpoint carries.
+SLOW_CALL_S = 0.2
+SLOW_ASKS_PER_S, SLOW_TASKS_PER_S = 154, 38
+# By then the endpoint that was sick must have answered a call again.
+BACK_S = 5.0
+
+
+class Seen(NamedTuple):
+    """What became of the requests."""
+
+    verdict: Verdict
+    statuses: Counter[int]
+    # Problems of tasks and requests, by their text.
+    problems: Counter[str]
+    tasks: int
+    letters: int
+    # Seconds until the endpoint that was sick answered a call again; None if it did not.
+    back_s: float | None
+    # How many inputs were sent more than this often.
+    sends_max: int
+
+    @property
+    def failed(self) -> int:
+        """Requests and tasks without an output."""
+        return sum(self.problems.values())
+
+    @property
+    def share_failed(self) -> float:
+        return self.failed / max(1, sum(self.statuses.values()) + self.tasks)
+
+
+class Endpoint(ScriptedUpstream):
+    """One endpoint that may fall sick, and says when it answered."""
+
+    def __init__(self, call_s: float = CALL_S) -> None:
+        super().__init__()
+        self.latency_s = call_s
+        self.answered_at: list[float] = []
+
+    async def answer(self, inputs: list[str], writer: asyncio.StreamWriter) -> None:
+        """Answer one call as the script says."""
+        await super().answer(inputs, writer)
+        if self.behaviour == "good":
+            self.answered_at.append(time.monotonic())
+
+
+async def one_batcher_is_sick(
+    directory: Path,
+    fault: str,
+    *,
+    owners: int,
+    sick_s: float,
+    well: int = 1,
+    joins: bool = False,
+    is_slow: bool = False,
+) -> Seen:
+    """`well` batchers whose endpoints are well beside one whose endpoint fails every call for `sick_s`.
+
+    With `joins` that one starts sick while the others are at work. A fault "refused" closes the endpoint's port.
+    `is_slow`: a call that fails takes as long as one that is answered, and more comes in.
+    """
+    call_s, asks_per_s, tasks_per_s = CALL_S, ASKS_PER_S, TASKS_PER_S
+    if is_slow:
+        call_s, asks_per_s, tasks_per_s = SLOW_CALL_S, SLOW_ASKS_PER_S, SLOW_TASKS_PER_S
+    checker = Checker("U11")
+    async with AsyncExitStack() as stack:
+        server = await stack.enter_async_context(running_redis(directory / "redis"))
+        settings: dict[str, object] = {"gateway.trusted_proxies": "127.0.0.1"}
+        fleet = await stack.enter_async_context(fleet_over(directory, server.url, settings))
+        sick = Endpoint(call_s)
+        listening = await stack.enter_async_context(AsyncExitStack())
+        await listening.enter_async_context(scripted_upstream(sick))
+        url, port = sick.url, sick.server.port
+        others = [Endpoint(call_s) for _ in range(well)]
+        for endpoint in others:
+            await stack.enter_async_context(scripted_upstream(endpoint))
+            await fleet.add("batcher", "--upstream", endpoint.url)
+        if not joins:
+            await fleet.add("batcher", "--upstream", url)
+        await fleet.add("gateway")
+        await fleet.wait_until_ready()
+        clients = await stack.enter_async_context(Clients(checker, fleet.ports, owners=OWNERS[:owners]))
+        clients.start(asks_per_s=asks_per_s, tasks_per_s=tasks_per_s)
+        await asyncio.sleep(WARM_S)
+        if fault == "refused":
+            await listening.aclose()
+        else:
+            sick.behaviour, sick.latency_s = fault, call_s if is_slow else 0.005
+        if joins:
+            await fleet.add("batcher", "--upstream", url)
+        await asyncio.sleep(sick_s)
+        well_at = time.monotonic()
+        sick.behaviour, sick.latency_s = "good", call_s
+        if fault == "refused":
+            await listening.enter_async_context(scripted_upstream(sick, port))
+        await asyncio.sleep(AFTER_S)
+        await clients.stop()
+        endpoints = (sick, *others)
+        sends = Counter(text for endpoint in endpoints for text in endpoint.seen)
+        back = [at - well_at for at in sick.answered_at if at > well_at]
+        return Seen(
+            checker.verdict(sends.elements()),
+            Counter(answer.status for answer in clients.answers),
+            clients.problems,
+            len(clients.accepted),
+            await letters_in(server.url),
+            min(back, default=None),
+            max(sends.values(), default=0),
+        )
+
+
+async def letters_in(url: str) -> int:
+    """How many dead letters Redis has."""
+    async with redis.asyncio.from_url(url) as client:
+        return sum([int(await client.zcard(shard.letters)) for shard in Keys("carpool", 16).shards])
+
 
 FAULTS = ["status 500", "status 429", "status 503", "reset", "refused", "hang"]
 SICK_S = 12.0

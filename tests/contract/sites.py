@@ -74,7 +74,6 @@ class Door:
         self.process = process
 
     async def ask(self, value: Any = "x", owner: str = "alice", headers: str = "", **fields: Any) -> Response:
-        """A request whose client waits."""
         body = json.dumps({"input": value, **fields}).encode()
         return await ask_once(self.process.port, "POST", "/v1/inference", body, JSON + credential(owner) + headers)
 
@@ -133,7 +132,6 @@ class Door:
         return (await ask_once(self.process.port, "DELETE", target, headers=credential(owner))).status
 
     async def admin(self, method: str, target: str) -> Response:
-        """What an operator is told."""
         return await ask_once(self.process.admin_port, method, f"/internal/{target}")
 
     async def metric(self, name: str, label: str = "") -> float:
@@ -151,7 +149,6 @@ class Asking:
         self.send = connection.send
 
     async def response(self) -> Response:
-        """Status and all."""
         response = await self._connection.read()
         await self._connection.close()
         return response
@@ -162,7 +159,6 @@ class Asking:
         return answer
 
     async def leave(self) -> None:
-        """Hang up."""
         await self._connection.close()
 
 
@@ -178,7 +174,6 @@ class Gpu(FakeUpstream):
         self.is_one_by_one = False
 
     async def post(self, call: UpstreamCall, timeout_s: float) -> UpstreamResponse:
-        """Take one call."""
         answer = await super().post(call, timeout_s)
         if self.is_one_by_one:
             self.hold()
@@ -189,7 +184,6 @@ class Gpu(FakeUpstream):
         return answer
 
     def begin_anew(self) -> None:
-        """Forget what came, and answer."""
         self.release()
         self.calls.clear()
         self.is_strict, self.failing = True, 0
@@ -221,7 +215,6 @@ class Site(ABC):
         """Start every process."""
 
     async def stop(self) -> None:
-        """Every process drains."""
         leaving, self.processes = self.processes, []
         await asyncio.gather(*(process.drain() for process in leaving))
 
@@ -232,12 +225,10 @@ class Site(ABC):
         await self.start()
 
     async def close(self) -> None:
-        """Leave nothing behind."""
         self.gpu.release()
         await asyncio.gather(*(process.close() for process in self.processes))
 
     async def add(self, role: Role, **settings: object) -> Process:
-        """One more process."""
         process = make_process(self.read_settings(settings), role)
         process.runtime.endpoints = lambda model: lambda address: self.gpu
         self.processes.append(process)
@@ -247,7 +238,6 @@ class Site(ABC):
         return process
 
     def read_settings(self, settings: Mapping[str, object]) -> Settings:
-        """As a command does."""
         file = self.directory / "carpool.toml"
         tiers = [f'[[tiers]]\nname = "{name}"\ntarget_ms = {target_ms}\n' for name, target_ms in TARGETS_MS.items()]
         keys = [f'[keys.{owner}]\nsha256 = "{sha256(owner)}"\ntier = "{tier}"\n' for owner, tier in OWNERS.items()]
@@ -260,7 +250,6 @@ class Embedded(Site):
     """Everything in one process, and tasks in a journal."""
 
     async def start(self) -> None:
-        """Both doors are one."""
         self.settings["tasks.data_dir"] = str(self.directory)
         self.here = self.there = Door(await self.add("serve"))
 
@@ -282,7 +271,6 @@ class OverRedis(Site):
 
 
 async def all_ready(*processes: Process) -> bool:
-    """Whether clients may come."""
     asked = [ask_once(process.admin_port, "GET", "/internal/ready") for process in processes]
     return all(answer.status == 200 for answer in await asyncio.gather(*asked))
 
@@ -336,10 +324,8 @@ def key_of(owner: str) -> str:
 
 
 def sha256(owner: str) -> str:
-    """As the settings have it."""
     return hashlib.sha256(key_of(owner).encode()).hexdigest()
 
 
 def credential(owner: str) -> str:
-    """A header; for nobody none."""
     return f"Authorization: Bearer {key_of(owner)}\r\n" if owner else ""

@@ -61,7 +61,6 @@ async def work_once(site: Site) -> Site:
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def letters(site: Site) -> Site:
-    """The shared site without letters."""
     await work_once(site)
     await site.there.admin("DELETE", "dead-letters?all=true")
     return site

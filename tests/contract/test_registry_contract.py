@@ -24,7 +24,6 @@ REPLICAS_TIMEOUT_MS = "carpool.composition.redis_context.REPLICAS_TIMEOUT_MS"
 
 @pytest.fixture
 async def open_fleet(redis_server: RedisServer, tmp_path: Path) -> AsyncIterator[Open]:
-    """Opens sites over Redis."""
     async with opened(tmp_path, redis_server) as open_one:
         yield open_one
 

@@ -114,7 +114,6 @@ class Rotel:
         return found
 
     def named(self, name: str) -> list[Printed]:
-        """Those of one name."""
         return [each for each in self.spans() if each.name == name]
 
 

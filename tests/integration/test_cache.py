@@ -1,19 +1,81 @@
-"""Results that are kept and requests that are coalesced, by real processes: alone, and over Redis."""
+"""Requests that are coalesced, by real processes: alone, and over Redis; what is kept, `tests/contract` shows."""
 
 import asyncio
 import json
+import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from support.client import Response, ask_once, inference_body
+from support.client import Connection, ConnectionBrokenError, Response, ask_once, inference_body
 from support.processes import GatewayProcess, running_gateway, running_role, until
 from support.redis_fleet import fleet_over
 from support.redis_servers import RedisServer, running_redis
-from support.trending import TrendingClients
-from support.upstreams import ScriptedUpstream, scripted_upstream
+from support.upstreams import scripted_upstream
+
+TRENDING = "what everybody asks"
+
+
+class TrendingClients:
+    """Many at once; each input is a nonce or the trending one, and the right answer is the input, reversed."""
+
+    def __init__(self, ports: Callable[[], list[int]], *, leave_share: float = 0.0, seed: int = 1) -> None:
+        self._ports = ports
+        self._leave_share = leave_share
+        self._random = random.Random(seed)
+        self._serial = 0
+        self.right = self.wrong = self.left = self.broken = self.failed = 0
+        # Inputs that were sent whole, distinct ones and trending ones.
+        self.sent = self.trending = 0
+
+    async def run(self, total: int, at_once: int) -> None:
+        """So many requests, so many clients."""
+        per_client = -(-total // at_once)
+        await asyncio.gather(*(self._client(per_client) for _ in range(at_once)))
+
+    async def _client(self, number: int) -> None:
+        connection: Connection | None = None
+        for _ in range(number):
+            connection = await self._ask(connection)
+        if connection is not None:
+            await connection.close()
+
+    async def _ask(self, connection: Connection | None) -> Connection | None:
+        self._serial += 1
+        text = f"nonce {self._serial}"
+        if self._random.random() < 0.5:
+            text = TRENDING
+        try:
+            if connection is None:
+                connection = await Connection.open(self._random.choice(self._ports()))
+            self.sent += 1
+            self.trending += text == TRENDING
+            connection.send("POST", "/v1/inference", inference_body(text))
+            if self._random.random() < self._leave_share:
+                await asyncio.sleep(self._random.random() * 0.05)
+                self.left += 1
+                await connection.abort()
+                return None
+            response = await connection.read()
+        except (ConnectionBrokenError, OSError):
+            self.broken += 1
+            if connection is not None:
+                await connection.close()
+            await asyncio.sleep(0.05)  # nobody may be there for a while
+            return None
+        if response.status != 200:
+            self.failed += 1
+        elif response.json["output"] == text[::-1]:
+            self.right += 1
+        else:
+            self.wrong += 1
+        if response.is_last:
+            await connection.close()
+            return None
+        return connection
+
 
 CACHED: dict[str, object] = {"upstream.cache": "true"}
-ASYNC = "Prefer: respond-async\r\n"
 
 
 async def ask(gateway: GatewayProcess, text: str, headers: str = "", **more: Any) -> Response:
@@ -49,111 +111,8 @@ class TestAlone:
             await until(nothing_is_held)
             assert gateway.log_messages("error") == []
 
-    async def test_what_a_client_may_ask_for(self, tmp_path: Path) -> None:
-        async with scripted_upstream() as upstream, running_gateway(tmp_path, upstream.url, settings=CACHED) as gateway:
-            first = await ask(gateway, "abc")
-            again = await ask(gateway, "abc")
-            assert [each.json["metadata"]["cached"] for each in (first, again)] == [False, True]
-            assert first.json["output"] == again.json["output"] == "cba"
-            assert first.json["request_id"] != again.json["request_id"]
-            assert upstream.seen == ["abc"]
-            anew = await ask(gateway, "abc", "Cache-Control: no-cache\r\n")
-            assert (anew.json["metadata"]["cached"], upstream.seen.count("abc")) == (False, 2)
-            private = await ask(gateway, "secret", "Cache-Control: no-store\r\n")
-            assert private.json["output"] == "terces"
-            assert not (await ask(gateway, "secret")).json["metadata"]["cached"]
-            assert upstream.seen.count("secret") == 2
-            other = await ask(gateway, "abc", parameters={"k": 1})
-            assert not other.json["metadata"]["cached"]
-            assert (await ask(gateway, "abc", parameters={"k": 1})).json["metadata"]["cached"]
-
-    async def test_binary_inputs_and_tasks_use_it(self, tmp_path: Path) -> None:
-        async with scripted_upstream() as upstream, running_gateway(tmp_path, upstream.url, settings=CACHED) as gateway:
-            binary = "Content-Type: application/octet-stream\r\n"
-            answers = [await ask_once(gateway.port, "POST", "/v1/predict", b"\x00\x01", binary) for _ in range(2)]
-            assert answers[0].json["output"] == answers[1].json["output"]
-            assert len(upstream.seen) == 1
-            await self.check_tasks(gateway, upstream)
-
-    async def check_tasks(self, gateway: GatewayProcess, upstream: ScriptedUpstream) -> None:
-        """A task fills it, and finds what is there."""
-        for text, fills in (("as a task", ASYNC), ("as a request", "")):
-            first = await ask(gateway, text, fills)
-            if fills:
-                assert await result_of(gateway, first) == text[::-1]
-            assert await result_of(gateway, await ask(gateway, text, ASYNC)) == text[::-1]
-            assert (await ask(gateway, text)).json["metadata"]["cached"]
-            assert upstream.seen.count(text) == 1
-        hidden = await ask(gateway, "not this one", ASYNC + "Cache-Control: no-store\r\n")
-        assert await result_of(gateway, hidden) == "not this one"[::-1]
-        assert not (await ask(gateway, "not this one")).json["metadata"]["cached"]
-
-    async def test_a_model_that_does_not_say_so_has_none(self, tmp_path: Path) -> None:
-        async with scripted_upstream() as upstream, running_gateway(tmp_path, upstream.url) as gateway:
-            for _ in range(3):
-                assert not (await ask(gateway, "abc")).json["metadata"]["cached"]
-            assert upstream.seen == ["abc"] * 3
-            assert await lookups(gateway) == {"hit": 0, "miss": 0, "shared": 0}
-
-
-async def result_of(gateway: GatewayProcess, accepted: Response) -> str:
-    assert accepted.status == 202
-    path = f"/v1/result/{accepted.json['task_id']}?wait_ms=5000"
-    task = (await ask_once(gateway.port, "GET", path)).json
-    assert task["status"] == "SUCCESS"
-    output: str = task["output"]
-    return output
-
 
 class TestOverRedis:
-    async def test_gateways_share_what_is_kept(self, tmp_path: Path, redis_server: RedisServer) -> None:
-        flags = ["--broker", redis_server.url]
-        settings = CACHED | {"broker.namespace": tmp_path.name}
-        async with (
-            scripted_upstream() as upstream,
-            running_role(tmp_path / "b", "batcher", *flags, "--upstream", upstream.url, settings=settings),
-            running_role(tmp_path / "1", "gateway", *flags, settings=settings) as one,
-            running_role(tmp_path / "2", "gateway", *flags, settings=settings) as two,
-        ):
-            first = await ask(one, "abc")
-            assert (first.json["output"], first.json["metadata"]["cached"]) == ("cba", False)
-
-            # Whoever is not told in time whether a result is kept goes without: each of them is asked until it is told.
-            for gateway in (two, one):
-                before = upstream.seen.count("abc")
-                kept = await ask(gateway, "abc")
-                while not kept.json["metadata"]["cached"]:
-                    before = upstream.seen.count("abc")
-                    kept = await ask(gateway, "abc")
-                assert kept.json["output"] == "cba"
-                assert upstream.seen.count("abc") == before
-            await until(lambda: self.has_bytes(one))
-
-            # Tasks: their results are written by a batcher, and found by any gateway.
-            task = await ask(one, "as a task", ASYNC)
-            assert await result_of(two, task) == "as a task"[::-1]
-
-            async def is_kept_too() -> bool:
-                return (await ask(two, "as a task")).json["metadata"]["cached"] is True
-
-            await until(is_kept_too)
-            again: list[str] = []
-
-            async def is_known() -> bool:
-                """Redis may be slow for a moment: then it is computed again."""
-                seen = upstream.seen.count("as a task")
-                accepted = await ask(one, "as a task", ASYNC)
-                assert await result_of(two, accepted) == "as a task"[::-1]
-                again.append(accepted.json["task_id"])
-                return upstream.seen.count("as a task") == seen
-
-            await until(is_known)
-            state = await ask_once(one.admin_port, "GET", f"/internal/requests/{again[-1]}")
-            assert state.json["status"] == "completed"
-
-    async def has_bytes(self, gateway: GatewayProcess) -> bool:
-        return await gateway.metric("carpool_broker_cache_bytes") > 0
-
     async def test_nobody_waits_for_the_request_of_an_offender(self, tmp_path: Path, redis_server: RedisServer) -> None:
         flags = ["--broker", redis_server.url]
         settings = CACHED | {

@@ -44,16 +44,6 @@ def test_load_comes_from_every_tier_and_is_compared(demo: Demo) -> None:
         viewer.until(lambda event: not any(tier["offered"] for tier in event["tiers"]))
 
 
-def test_a_flood_is_from_the_lowest_tier(demo: Demo) -> None:
-    with viewing(demo.admin_port) as viewer:
-        viewer.next()
-        assert demo.grant(flood=True)["flood"]
-        event = viewer.until(lambda event: event["tiers"][-1]["offered"] > 100)
-        assert [tier["offered"] for tier in event["tiers"][:-1]] == [0, 0]
-        demo.grant(flood=False)
-        viewer.until(lambda event: not event["tiers"][-1]["offered"])
-
-
 def test_a_gpu_dies_and_comes_back(demo: Demo) -> None:
     assert demo.grant(kill=1)["dead"] == [1]
     assert eventually(lambda: demo.states() == ["healthy", "offline", "healthy"])
@@ -61,20 +51,6 @@ def test_a_gpu_dies_and_comes_back(demo: Demo) -> None:
     assert demo.grant(revive=1)["dead"] == []
     # If its breaker is open, the next call tries it.
     assert eventually(lambda: demo.infer("again").status == 200 and demo.states() == ["healthy"] * GPUS)
-
-
-def test_poison_becomes_a_dead_letter_that_can_be_dropped(demo: Demo) -> None:
-    demo.grant(poison=True)
-    assert eventually(lambda: demo.metric("carpool_dead_letters_kept") == 1)
-    [letter] = ask(demo.admin_port, "GET", "/internal/dead-letters").json["dead_letters"]
-    assert letter["cause"] == "input-refused"
-    assert ask(demo.admin_port, "DELETE", f"/internal/dead-letters/{letter['id']}").status == 204
-
-
-@pytest.mark.parametrize("policy", ["fixed", "pid", "adaptive"])
-def test_the_policy_changes(demo: Demo, policy: str) -> None:
-    assert demo.grant(policy=policy)["policy"] == policy
-    assert demo.infer(f"with {policy}").status == 200
 
 
 @pytest.mark.parametrize(

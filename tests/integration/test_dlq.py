@@ -17,7 +17,7 @@ import pytest
 
 from carpool.cli.main import main
 from support.client import Response, ask_once, inference_body
-from support.processes import CLEAN_ENVIRONMENT, PATIENCE_S, GatewayProcess, running_gateway, until
+from support.processes import CLEAN_ENVIRONMENT, GatewayProcess, running_gateway
 from support.stream_server import stream_server
 from support.upstreams import ScriptedUpstream, let_work_once, scripted_upstream
 
@@ -126,29 +126,6 @@ async def test_list_show_replay_and_drop_on_the_command_line(
     assert await dlq(gateway, "list") == "no dead letters\n"
     assert await gateway.metric("carpool_dead_letters_total") == 6
     assert await gateway.metric("carpool_dead_letters_kept") == 0
-
-
-async def until_letters(gateway: GatewayProcess, count: int) -> None:
-    async def are_there() -> bool:
-        return await gateway.metric("carpool_dead_letters_kept") == count
-
-    await until(are_there)
-
-
-async def test_a_page_of_another_site_reaches_no_dead_letter(gateway: GatewayProcess) -> None:
-    bad = await ask_once(gateway.port, "POST", "/v1/inference", b'{"input": {"text": "bad"}}', JSON)
-    assert bad.status == 422
-    await until_letters(gateway, 1)
-    reader, writer = await asyncio.open_connection("127.0.0.1", gateway.admin_port)
-    writer.write(b"GET /internal/dead-letters HTTP/1.1\r\nHost: evil.example:8001\r\nConnection: close\r\n\r\n")
-    rebound = await asyncio.wait_for(reader.read(), PATIENCE_S)
-    writer.close()
-    await writer.wait_closed()
-    assert rebound.startswith(b"HTTP/1.1 403 ") and b"gateway.admin_hosts" in rebound
-    form = "Origin: https://evil.example\r\nContent-Type: application/x-www-form-urlencoded\r\n"
-    replay = "/internal/dead-letters/replay"
-    assert (await ask_once(gateway.admin_port, "POST", replay, b"", form)).status == 403
-    assert (await admin(gateway, "GET", "/internal/dead-letters")).json["total"] == 1
 
 
 async def test_the_admin_port_says_what_is_wrong(gateway: GatewayProcess) -> None:

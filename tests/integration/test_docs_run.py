@@ -58,28 +58,8 @@ def test_next_to_nothing_is_left_out() -> None:
 
 BROKEN = {
     "a command fails": ("```sh\ntrue\nfalse\n```", "page.md:1: a command failed"),
-    "a part of a pipe fails": ("```sh\nfalse | cat\n```", "page.md:1: a command failed"),
-    "a name is not known": ("```sh\nx=1\n```\n```sh\nset -u; echo $y\n```", "page.md:4: a command failed"),
-    "an error is answered": (
-        "```sh server\ncarpool serve --upstream sim:\n```\n```sh\ncurl -s localhost:8000/v1/nothing\n```",
-        "page.md:4: an error that the page does not tell of",
-    ),
-    "a server leaves": ("```sh server\ntrue\n```", "page.md:1: this server did not start"),
-    "a server stays behind its section": (
-        "# A\n## B\n```sh server\ncarpool sim-gpu\n```\n## C\n```sh\ncurl -s 127.0.0.1:9000/stats\n```",
-        "page.md:7: a command failed",
-    ),
     "a setting is not known": ("```toml\n[batching]\nmax_weight_ms = 3\n```", "batching.max_weight_ms"),
-    "a server is not configured": ("```toml server\n```", "page.md:1: this server did not start"),
-    "a comment is behind a value": (
-        "```conf redis.conf\nport 6379\nappendonly yes  # safe\n```\n```sh server\nredis-server redis.conf\n```",
-        "page.md:5: this server did not start",
-    ),
-    "no JSON": ("```json\n{'a': 1}\n```", "page.md:1: no JSON"),
     "another JSON": ('```sh\necho \'{"a": 1}\'\n```\n```json\n{"a": 2}\n```', "page.md:1: {'a': 2} is not in"),
-    "no YAML": ("```yaml\na: [\n```", "ParserError"),
-    "Python fails": ("```python\nimport carpool.nothing\n```", "page.md:1: it failed"),
-    "a language is not known": ("```shell\ntrue\n```", "page.md:1: nobody knows"),
 }
 
 
@@ -92,22 +72,3 @@ def test_a_broken_block_is_told(name: str, tmp_path: Path) -> None:
     done = run_page(page, directory)
     assert done.returncode == 1
     assert told in done.stdout
-
-
-def test_a_page_without_faults_is_no_fault(tmp_path: Path) -> None:
-    """What the broken ones are, mended; state stays from block to block."""
-    page, directory = tmp_path / "page.md", tmp_path / "directory"
-    page.write_text(
-        "# A\n```sh server\ncarpool sim-gpu\n```\n```sh\nx=1\n```\n"
-        '```sh\ncurl -sf 127.0.0.1:9000/stats >/dev/null; echo "{\\"x\\": $x, \\"y_ms\\": 2}"\n```\n'
-        '```json\n{"x":1,"y_ms":3,…}\n```\n'
-        "```sh excerpt: it would not end\nsleep 1000\n```\n```\na ─► picture\n```\n"
-    )
-    directory.mkdir()
-    done = run_page(page, directory)
-    assert (done.returncode, done.stdout.split()) == (0, ["page.md:2", "page.md:5", "page.md:8", "page.md:11"])
-
-
-@pytest.mark.parametrize("text", ["carpool serve\n", "  $ ls\n", "a\n.venv/bin/carpool top\n", "curl -s localhost\n"])
-def test_a_command_is_no_picture(text: str) -> None:
-    assert Block("page.md", 1, (), "", "", text).hides_a_command

@@ -1,7 +1,7 @@
 """Rows of FAULTS.md for which whole processes are needed, in a short form; `make chaos` runs them long.
 
-What another test shows is not here: sick endpoints and clients that leave, on virtual time (`tests/unit`); one client
-that hangs up, and SIGTERM step by step (`test_http_face.py`).
+What another test shows is not here: sick and slow endpoints and clients that leave, on virtual time (`tests/unit`);
+tasks that wait at SIGTERM, and one client that hangs up (`tests/contract`); SIGTERM step by step (`test_http_face.py`).
 """
 
 from pathlib import Path
@@ -15,27 +15,14 @@ from support.scenarios.bad_upstream import (
     pipelined_neighbours,
 )
 from support.scenarios.drain import received_before_the_listener_closes, second_sigterm
-from support.scenarios.embedded_kill import kill_at_random, terminate_with_a_queue
-from support.scenarios.resilience import all_are_bad, one_is_slow, one_of_three_is_bad, poison
+from support.scenarios.embedded_kill import kill_at_random
+from support.scenarios.resilience import all_are_bad, poison
 
 
 async def test_f8_every_accepted_task_has_its_outcome_after_kill_9(tmp_path: Path) -> None:
     verdict, checker = await kill_at_random(tmp_path, rounds=2)
     assert verdict.is_clean, verdict
     assert checker.tally.keys() == {"ok"}
-
-
-async def test_f8_queued_tasks_survive_sigterm_and_run_once(tmp_path: Path) -> None:
-    verdict, checker, sent_before = await terminate_with_a_queue(tmp_path, count=40)
-    assert verdict.is_clean and verdict.duplicate_work == 0, verdict
-    assert checker.tally == {"ok": 40}
-    assert sent_before < 40
-
-
-async def test_u1_one_bad_endpoint_of_three_is_not_noticed(tmp_path: Path) -> None:
-    seen = await one_of_three_is_bad(tmp_path, "reset", per_s=100, seconds=2)
-    assert seen.verdict.is_clean, seen
-    assert seen.succeeded >= 0.999, seen
 
 
 async def test_u1_all_bad_fails_fast_and_spares_the_upstream(tmp_path: Path) -> None:
@@ -75,15 +62,6 @@ async def test_u4_poison_harms_nobody_else(tmp_path: Path) -> None:
     assert seen.poison_sends_max <= 7, seen
     assert seen.dead_letters == 3, seen
     assert seen.breakers == {"closed"}, seen
-
-
-async def test_u5_a_slow_endpoint_gets_what_it_can_serve(tmp_path: Path) -> None:
-    # The door is off: on a machine that stands still for a second it would refuse what comes all at once after that,
-    # whoever is slow.
-    seen = await one_is_slow(tmp_path, per_s=125, seconds=3, settings={"shedding.mode": "off"})
-    assert seen.verdict.is_clean, seen
-    assert seen.succeeded >= 0.999, seen
-    assert seen.share < 0.15, seen  # 8 of 168 requests a second, and a third of the endpoints
 
 
 async def test_c3_what_was_received_is_answered(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 import re
 import ssl
-import threading
 import time
 from base64 import b64encode
 from collections.abc import Iterator
@@ -19,11 +18,10 @@ from support.processes import PATIENCE_S, GatewayProcess
 
 JSON = "Content-Type: application/json"
 UNKNOWN_TASK = "0" * 32
-# A long poll: as long as one may be. What comes in half of that did not wait for its end.
 pytestmark = pytest.mark.xdist_group("http face")
 
+# A long poll: as long as one may be.
 WAIT_MS = 30_000
-PROMPT_S = 15.0
 # Timeouts that nobody meets.
 PATIENT = {"broker.queue_timeout_s": 600, "broker.total_timeout_s": 600, "upstream.timeout_s": 600}
 
@@ -36,34 +34,11 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GatewayProcess
         assert running.log_messages("error") == []
 
 
-@pytest.fixture(scope="module")
-def held_gpu() -> Iterator[HeldGpu]:
-    with HeldGpu().running() as gpu:
-        yield gpu
-
-
-@pytest.fixture(scope="module")
-def slow(tmp_path_factory: pytest.TempPathFactory, held_gpu: HeldGpu) -> Iterator[GatewayProcess]:
-    """One that runs a single request at a time, for as long as the test wants: the next one waits."""
-    flags = ("--max-batch", "1", "--slots", "1")
-    with serving(tmp_path_factory.mktemp("slow"), held_gpu.url, *flags, settings=PATIENT) as running:
-        yield running
-
-
 @pytest.fixture
-def gpu(held_gpu: HeldGpu) -> Iterator[HeldGpu]:
-    """The only slot of the slow gateway: it holds what comes."""
-    held_gpu.hold()
-    yield held_gpu
-    held_gpu.release()
-
-
-@pytest.fixture
-def idle(slow: GatewayProcess, gpu: HeldGpu) -> Iterator[GatewayProcess]:
-    """The slow gateway. Nothing waits or runs there, before and after."""
-    yield slow
-    gpu.release()
-    assert eventually(lambda: metric(slow, "carpool_held_requests") == 0)
+def gpu() -> Iterator[HeldGpu]:
+    with HeldGpu().running() as held:
+        held.hold()
+        yield held
 
 
 def assert_problem(response: Response, status: int, words: str = "") -> dict[str, Any]:
@@ -94,30 +69,6 @@ def test_inference(gateway: GatewayProcess) -> None:
     assert metadata["latency_ms"] >= metadata["upstream_ms"] - 1
     assert (metadata["batch_size"], metadata["model"], metadata["cached"]) == (1, "default", False)
     assert "x-request-id" not in response.headers
-
-
-@pytest.mark.parametrize("path", ["/v1/inference", "/v1/predict"])
-def test_a_deadline_of_its_own(idle: GatewayProcess, gpu: HeldGpu, path: str) -> None:
-    """While the only slot is taken: told on time, and never sent."""
-    body = {"input": "a"} if path == "/v1/inference" else {"model_id": "default", "input_data": "a"}
-    before = gpu.calls
-    with Peer(idle.port) as first:
-        first.send(request_bytes("POST", "/v1/inference", b'{"input": "first"}'))
-        assert eventually(lambda: gpu.calls == before + 1)
-        for header, least_s, text in (("X-Request-Timeout-Ms: 50", 0.05, "50 ms"), ("Prefer: wait=1", 1.0, "1000 ms")):
-            asked = time.monotonic()
-            problem = assert_problem(
-                ask(idle.port, "POST", path, body, header), 504, f"within the {text} that the request"
-            )
-            assert problem["type"] == "urn:carpool:error:deadline-exceeded"
-            assert least_s <= time.monotonic() - asked < PROMPT_S
-        task_id = submit(idle, "later", "X-Request-Timeout-Ms: 50")
-        ended = look(idle, task_id, WAIT_MS).json
-        assert (ended["status"], ended["error"]["status"]) == ("FAILED", 504)
-        assert "within the 50 ms" in ended["error"]["detail"]
-        gpu.release()
-        assert first.read().status == 200
-    assert gpu.calls == before + 1
 
 
 def test_duplicate_keys_inside_the_input_pass_untouched(gateway: GatewayProcess) -> None:
@@ -275,96 +226,12 @@ def test_a_bad_wait(gateway: GatewayProcess, wait: str) -> None:
         assert_problem(peer.read(), 400, "`wait_ms`" if wait.isascii() else "")
 
 
-def test_a_long_poll_wakes_when_the_task_ends(idle: GatewayProcess, gpu: HeldGpu) -> None:
-    task_id = submit(idle, "abc")
-    assert look(idle, task_id).json["status"] == "PENDING"
-    started = time.monotonic()
-    assert look(idle, task_id, 200).json["status"] == "PENDING"
-    assert time.monotonic() - started > 0.15
-    next_id, last_id = submit(idle, "next"), submit(idle, "last")
-    assert [look(idle, each).json["queue"]["place"] for each in (task_id, next_id, last_id)] == [0, 1, 2]
-    for each in (next_id, last_id):
-        assert ask(idle.port, "DELETE", f"/v1/result/{each}").status == 204
-    answers: list[Any] = []
-
-    def poll() -> None:
-        answers.append(look(idle, task_id, WAIT_MS).json)
-
-    pollers = [threading.Thread(target=poll) for _ in range(3)]
-    for poller in pollers:
-        poller.start()
-    time.sleep(0.2)  # for the polls to come; one that is later proves less
-    assert answers == []
-    released = time.monotonic()
-    gpu.release()
-    for poller in pollers:
-        poller.join()
-    assert [answer["output"] for answer in answers] == ["cba"] * 3
-    assert time.monotonic() - released < PROMPT_S
-
-
-def test_a_waiting_task_is_cancelled(idle: GatewayProcess, gpu: HeldGpu) -> None:
-    before = gpu.calls
-    running = submit(idle, "first")
-    assert eventually(lambda: gpu.calls == before + 1)
-    waiting = submit(idle, "second")
-    with Peer(idle.port) as poller:
-        poller.send(request_bytes("GET", f"/v1/result/{waiting}?wait_ms={WAIT_MS}"))
-        time.sleep(0.1)  # for the poll to come
-        deleted = time.monotonic()
-        assert ask(idle.port, "DELETE", f"/v1/result/{waiting}").status == 204
-        assert_problem(poller.read(), 404)  # whoever waits for it is told at once
-        assert time.monotonic() - deleted < PROMPT_S
-    assert_unknown(idle, waiting)
-    gpu.release()
-    assert look(idle, running, WAIT_MS).json["output"] == "tsrif"
-    assert eventually(lambda: metric(idle, "carpool_held_requests") == 0)
-    assert gpu.calls == before + 1  # the cancelled one was never sent
-
-
-def test_tasks_by_default_that_are_forgotten_when_read_and_that_fail(tmp_path: Path) -> None:
-    settings = {"input.default_mode": "async", "tasks.forget_after_read": "true"}
-    with serving(tmp_path, "sim:?latency_ms=1&slots=4&poison=bad", settings=settings) as gateway:
-        assert ask(gateway.port, "POST", "/v1/inference", {"input": "a", "mode": "sync"}).status == 200
-        response = ask(gateway.port, "POST", "/v1/inference", {"input": "abc"})
-        assert response.status == 202
-        target = response.headers["location"]
-        with Peer(gateway.port) as peer:
-            # To ask whether it is there is not to read it.
-            assert peer.ask("HEAD", f"{target}?wait_ms={WAIT_MS}").status == 200
-        assert ask(gateway.port, "GET", target).json["output"] == "cba"
-        assert_problem(ask(gateway.port, "GET", target), 404)
-
-        task_id = submit(gateway, "bad")
-        answer = look(gateway, task_id, WAIT_MS).json
-        assert set(answer) == {"task_id", "status", "error", "timestamp"}
-        assert answer["status"] == "FAILED"
-        assert set(answer["error"]) == {"type", "title", "status", "detail", "request_id"}
-        assert answer["error"]["request_id"] == task_id
-
-
 # Paths, methods, the connection
 
 
 def test_unknown_paths(gateway: GatewayProcess) -> None:
     for target in ("//", "/v1", "/v1/inference/", "/internal/health", "/metrics", "/v1/result/"):
         assert_problem(ask(gateway.port, "GET", target), 404, "/openapi.json")
-
-
-def test_a_client_that_hangs_up_leaves_the_queue(idle: GatewayProcess, gpu: HeldGpu) -> None:
-    before = gpu.calls
-    first = submit(idle, "first")
-    assert eventually(lambda: gpu.calls == before + 1)
-    left = metric(idle, 'carpool_requests_total{outcome="client-left"}')
-    with Peer(idle.port) as peer:
-        peer.send(request_bytes("POST", "/v1/inference", b'{"input":"second"}'))
-        assert eventually(lambda: metric(idle, "carpool_held_requests") == 2)
-    assert eventually(lambda: metric(idle, "carpool_held_requests") == 1)
-    assert metric(idle, 'carpool_requests_total{outcome="client-left"}') == left + 1
-    gpu.release()
-    assert look(idle, first, WAIT_MS).json["status"] == "SUCCESS"
-    assert eventually(lambda: metric(idle, "carpool_held_requests") == 0)
-    assert gpu.calls == before + 1
 
 
 def test_tls(tmp_path: Path, certificates: Certificates) -> None:

@@ -323,19 +323,6 @@ class TestLimits:
         assert "counts as 20" in refused.json["error"]["message"]
         assert self.owner(limited, "127.0.0.2", 14).status == 200  # a refusal takes nothing
 
-    def test_what_cannot_be_read_counts_as_one(self, limited: GatewayProcess) -> None:
-        for number, size in enumerate((2049, 0, 1)):
-            answer = self.owner(limited, f"127.0.2.{number + 1}", size)
-            assert answer.headers["ratelimit"].startswith('"default";r=19;t=')
-
-    @pytest.mark.parametrize("path", ["/v1/embeddings", "/embed", "/v1/models/default:predict"])
-    def test_one_of_more_than_the_burst_leaves_a_debt(self, limited: GatewayProcess, path: str) -> None:
-        address = f"127.0.1.{len(path)}"
-        assert self.owner(limited, address, 24, path).status == 200
-        refused = self.owner(limited, address, 1, path)
-        assert refused.status == 429
-        assert 1 <= int(refused.headers["retry-after"]) <= 15
-
 
 def test_over_redis(tmp_path: Path, redis_server: RedisServer) -> None:
     settings = {

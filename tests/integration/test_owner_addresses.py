@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from support.client import Connection, Response, ask_once, inference_body
-from support.processes import GatewayProcess, running_gateway, until
+from support.processes import GatewayProcess, until
 from support.redis_servers import RedisServer
 from support.stage import stage
 from support.upstreams import ScriptedUpstream, let_work_once, scripted_upstream
@@ -86,20 +86,3 @@ async def test_everybody_is_known_by_an_address(
         await let_work_once(gateway.port)
         expected = await send_all(gateway.port)
         assert await owners(gateway, len(expected)) == expected
-
-
-async def test_a_task_has_its_owner_after_a_restart_and_after_a_replay(
-    tmp_path: Path, upstream: ScriptedUpstream
-) -> None:
-    upstream.behaviour = "hang"
-    async with running_gateway(tmp_path, upstream.url, "--max-batch", "1") as gateway:
-        assert (await ask_from(CLIENT, gateway.port, "task", ASYNC)).status == 202
-        gateway.kill()
-    upstream.behaviour = "status 400"
-    async with running_gateway(tmp_path, upstream.url, "--max-batch", "1") as gateway:
-        await let_work_once(gateway.port)
-        assert await owners(gateway, 1) == {"task": CLIENT}
-        replayed = await ask_once(gateway.admin_port, "POST", "/internal/dead-letters/1/replay")
-        result = await ask_once(gateway.port, "GET", f"/v1/result/{replayed.json['task_id']}?wait_ms=10000")
-        assert result.json["status"] == "FAILED"
-        assert await owners(gateway, 1) == {"task": CLIENT}

@@ -118,7 +118,6 @@ class Completions(ScriptedUpstream):
     inputs_field = "prompt"
 
     async def answer(self, inputs: list[str], writer: asyncio.StreamWriter) -> None:
-        """Each prompt goes on."""
         choices = [
             {"index": index, "text": f"{text} … and so on", "finish_reason": "stop"}
             for index, text in enumerate(inputs)
@@ -176,7 +175,6 @@ async def post(
 
 
 async def result(gateway: GatewayProcess, key: str, task_id: str) -> dict[str, Any]:
-    """Poll until it is there."""
     found: dict[str, Any] = {}
 
     async def is_there() -> bool:

@@ -78,7 +78,6 @@ class Parent(NamedTuple):
         return (int(answer[0]), int(answer[1])) if answer else None
 
     def children(self) -> dict[int, int]:
-        """Number and pid of both."""
         found: dict[int, int] = {}
 
         def both_answered() -> bool:
@@ -94,7 +93,6 @@ class Parent(NamedTuple):
         return path.read_text().split() if path.exists() else []
 
     def leave(self) -> int:
-        """The exit status."""
         return self.process.wait(PATIENCE_S)
 
     def errors(self) -> list[str]:

@@ -68,14 +68,3 @@ async def test_what_waits_when_redis_comes_back_empty_is_queued_again(halves: Ha
     await halves.until_entries(2)
     serve(await halves.batcher())
     await all_are_served(gateway, {"one", "two"})
-
-
-async def test_a_stream_that_stays_causes_nothing(halves: Halves) -> None:
-    gateway = await halves.gateway()
-    gateway.submit("one")
-    await halves.until_entries(1)
-    await halves.cut()
-    await gateway.until_mode("down")
-    await gateway.until_mode("redis")
-    assert gateway.queue.sent_again == 0
-    await halves.until_entries(1)

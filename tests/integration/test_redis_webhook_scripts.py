@@ -82,16 +82,6 @@ def test_whoever_gives_a_task_its_outcome_writes_its_webhook(shard: HookBench) -
     assert shard.counted()[0] == 4
 
 
-def test_the_first_result_is_the_only_one(shard: HookBench) -> None:
-    shard.submit("a:t0", tasks=["t1"], url=URL)
-    (entry,) = shard.take(PLENTY)
-    shard.finish(entry, "t1", b'"first"')
-    assert shard.claim_hooks() == ["t1"]
-    shard.end("t1")
-    assert shard.finish(entry, "t1", b'"second"') == (False, 0)
-    assert shard.counted() == (0, 0)
-
-
 def test_one_that_is_claimed_is_due_again_when_the_lease_is_over(shard: HookBench) -> None:
     tasks = shard.finish_all(URL, URL, URL)
     now = shard.now or 0

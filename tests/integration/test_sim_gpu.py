@@ -1,8 +1,6 @@
 """Simulated GPUs over real sockets, `carpool sim-gpu` as a process, and the parts of `carpool demo`."""
 
 import asyncio
-import errno
-import os
 import re
 import signal
 import socket
@@ -10,16 +8,14 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
 
-from carpool.cli.sim import show_banner, simulated_gpus
-from carpool.face.http.server import HttpServer
+from carpool.cli.sim import show_banner
 from carpool.settings import Settings
-from carpool.tools.sim_gpu import PORTS_OF_SERVERS, CannotListenError, GpuFleet, serve_gpus
+from carpool.tools.sim_gpu import CannotListenError, GpuFleet, serve_gpus
 from carpool.upstream.simulated import SimulationSettings
 from support.forks import Started
 from support.gateway import eventually
@@ -53,20 +49,6 @@ async def test_both_wire_formats_on_consecutive_ports() -> None:
             assert await answer.json() == {"status": "ok"}
 
 
-async def test_stats_tell_of_one_gpu_and_of_all() -> None:
-    async with fleet_of(2, latency_ms=1) as (fleet, session):
-        for worker, inputs in ((0, ["a", "b", "c"]), (1, ["c"])):
-            async with session.post(url(fleet, "/infer", worker), json={"inputs": inputs}) as answer:
-                assert answer.status == 200
-        async with session.get(url(fleet, "/stats", 1)) as answer:
-            stats = await answer.json()
-        total = stats.pop("total")
-        assert (stats["calls"], stats["inputs"]) == (1, 1)
-        assert (total["calls"], total["inputs"]) == (2, 4)
-        assert (total["largest_batch"], total["most_in_flight"], total["in_flight"]) == (3, 1, 0)
-        assert total["busy_seconds"] >= 0.001
-
-
 async def test_a_reset_is_a_reset_and_the_gpu_goes_on() -> None:
     async with fleet_of(1, latency_ms=1, reset_rate=1.0) as (fleet, _):
         for _ in range(2):
@@ -77,43 +59,6 @@ async def test_a_reset_is_a_reset_and_the_gpu_goes_on() -> None:
             writer.close()
         assert fleet.total().calls == 2
         assert fleet.total().in_flight == 0
-
-
-async def test_any_ports_are_looked_for_again_when_the_second_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
-    start = HttpServer.start
-
-    async def start_late(server: HttpServer, host: str, port: int) -> int:
-        asked.append(port)
-        if len(asked) == 2:
-            raise OSError(errno.EADDRINUSE, "address already in use")
-        return await start(server, host, port)
-
-    monkeypatch.setattr(HttpServer, "start", start_late)
-    async with fleet_of(2) as (fleet, session):
-        assert asked[2] in PORTS_OF_SERVERS  # where there is room
-        assert fleet.ports == [fleet.ports[0], fleet.ports[0] + 1]
-        for worker in range(2):
-            async with session.post(url(fleet, "/infer", worker), json={"inputs": ["a"]}) as answer:
-                assert answer.status == 200
-
-
-async def test_many_need_few_files() -> None:
-    """A process may have 1,024 in most places, and there are 32 GPUs if nothing else is said."""
-    before = len(os.listdir("/proc/self/fd"))
-    async with fleet_of(32):
-        assert len(os.listdir("/proc/self/fd")) - before < 4 * 32
-
-
-async def test_one_that_is_gone_keeps_its_port() -> None:
-    async with fleet_of(2, latency_ms=1) as (fleet, session):
-        fleet.kill("127.0.0.1", 1)
-        assert not _accepts(fleet.ports[1])
-        with socket.socket() as other, pytest.raises(OSError, match="in use"):
-            other.bind(("127.0.0.1", fleet.ports[1]))
-        await fleet.revive("127.0.0.1", 1)
-        async with session.post(url(fleet, "/infer", 1), json={"inputs": ["a"]}) as answer:
-            assert answer.status == 200
 
 
 async def test_a_taken_port_is_named_and_nothing_is_left_listening() -> None:
@@ -201,22 +146,6 @@ def test_a_bad_option_is_one_clear_line_and_exit_2(flags: list[str], named: str)
 # The parts of `carpool demo`
 
 
-def test_the_gpus_of_the_demo_end_with_it() -> None:
-    with simulated_gpus({"--port": 0, "--workers": 2}) as gpus:
-        assert gpus.address is not None
-        first = int(re.findall(r":(\d+)-", gpus.address)[0])
-        assert _accepts(first)
-        assert os.getpgid(gpus.process.pid) != os.getpgid(0)  # so that Ctrl-C does not reach it
-    assert gpus.process.returncode == 0
-    assert not _accepts(first)
-
-
-def test_gpus_that_cannot_start_have_no_address() -> None:
-    with simulated_gpus({"--port": 65535, "--workers": 2}) as gpus:
-        assert gpus.address is None
-    assert gpus.process.returncode == 2
-
-
 def test_the_gpus_of_the_demo_leave_when_it_is_killed() -> None:
     demo = "import sys, time; from carpool.cli.sim import simulated_gpus\n"
     demo += "with simulated_gpus({'--port': 0, '--workers': 1}) as gpus:\n"
@@ -227,22 +156,6 @@ def test_the_gpus_of_the_demo_leave_when_it_is_killed() -> None:
         assert _accepts(port)
         parent.kill()
     assert eventually(lambda: not _accepts(port)), "the child has outlived its parent"
-
-
-@pytest.mark.parametrize("is_on_path", [True, False])
-def test_the_banner_names_a_command_that_is_there(
-    is_on_path: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    command = tmp_path / ".venv" / "bin" / "carpool"
-    command.parent.mkdir(parents=True)
-    command.write_text("#!/bin/sh\n")
-    command.chmod(0o755)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PATH", str(command.parent) if is_on_path else "/nowhere")
-    monkeypatch.setattr(sys, "argv", [".venv/bin/carpool", "demo"])
-    show_banner(Settings(), 8000, 8001, "32 simulated GPUs", "http://127.0.0.1:9000-9031/infer")
-    (line,) = (line for line in capsys.readouterr().out.splitlines() if " bench " in line)
-    assert line.split()[0] == ("carpool" if is_on_path else ".venv/bin/carpool")
 
 
 def test_the_banner_shows_lines_that_can_be_copied(capsys: pytest.CaptureFixture[str]) -> None:

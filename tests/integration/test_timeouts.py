@@ -11,7 +11,7 @@ import pytest
 from websockets.sync.client import connect
 
 from support.client import Response
-from support.gateway import HeldGpu, Peer, eventually, request_bytes, serving
+from support.gateway import HeldGpu, Peer, serving
 from support.grpc_client import grpc_client
 from support.processes import PATIENCE_S, GatewayProcess
 
@@ -87,33 +87,10 @@ def test_every_face_names_the_total(gateway: GatewayProcess, face: str) -> None:
     assert TOTAL in FACES[face](gateway)
 
 
-def test_the_clients_own_deadline(gateway: GatewayProcess) -> None:
-    told = post(gateway, "/v1/inference", {"input": "x"}, "X-Request-Timeout-Ms: 100")
-    assert (told.status, told.json["detail"]) == (504, "no result within the 100 ms that the request itself allowed")
-
-
 def test_what_can_never_be_reached_is_said_at_the_start(gateway: GatewayProcess) -> None:
     queue, call = (text for text in gateway.log_messages("warning") if "is not below" in text)
     assert queue.startswith("broker.queue_timeout_s (0.3 s) is not below broker.total_timeout_s (0.3 s)")
     assert call.startswith("upstream.timeout_s (60 s) is not below broker.total_timeout_s (0.3 s)")
-
-
-def test_the_time_in_the_queue(gpu: HeldGpu, tmp_path: Path) -> None:
-    """One slot, which somebody has: the total is long enough for that call, though nobody set it."""
-    times = {"broker.queue_timeout_s": 0.3, "broker.total_timeout_s": None, "upstream.timeout_s": 90}
-    gpu.hold()
-    before = gpu.in_flight
-    with serving(tmp_path, gpu.url, settings=times) as gateway, Peer(gateway.port) as first:
-        first.send(request_bytes("POST", "/v1/inference", b'{"input": "runs"}', JSON))
-        assert eventually(lambda: gpu.in_flight == before + 1)
-        waits = post(gateway, "/v1/inference", {"input": "waits"})
-        assert waits.status == 504
-        assert (
-            waits.json["detail"] == "no slot was free within 0.3 s (`broker.queue_timeout_s`); try again, or as a task"
-        )
-        assert not [text for text in gateway.log_messages("warning") if "is not below" in text]
-        gpu.release()
-        assert first.read().json["output"] == "snur"
 
 
 def test_the_time_of_a_call(gpu: HeldGpu, tmp_path: Path) -> None:

@@ -6,15 +6,12 @@ import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 from carpool.face.http.exchange import Exchange
 from carpool.face.http.server import HttpServer
 from carpool.face.http.state import HttpLimits
 from support.certificates import Certificates
 from support.processes import PATIENCE_S, running_gateway, until
-
-MIB = 1024 * 1024
 
 
 @asynccontextmanager
@@ -83,20 +80,6 @@ async def test_a_handshake_that_never_ends_does_not_hold_up_a_drain(certificates
         assert await asyncio.wait_for(is_closed(half_open), PATIENCE_S)
         half_open.close()
         writer.close()
-
-
-async def test_a_client_that_does_not_read_is_cut_off(certificates: Certificates) -> None:
-    def answer_much(exchange: Exchange) -> None:
-        exchange.respond(200, b"x" * 16 * MIB)
-
-    limits = HttpLimits(write_timeout_s=0.5)
-    async with tls_server(certificates, limits, answer_much) as (server, port, trusted):
-        options: dict[str, Any] = {"ssl": trusted, "server_hostname": "localhost", "limit": 1024}
-        _, writer = await asyncio.open_connection("127.0.0.1", port, **options)
-        writer.write(b"GET / HTTP/1.1\r\nHost: h\r\n\r\n")  # and reads no more than asyncio's own buffer takes
-        await until(lambda: len(server.connections) == 1)
-        await until(lambda: not server.connections)
-        writer.transport.abort()
 
 
 async def test_sighup_brings_the_new_certificate_to_new_connections(tmp_path: Path, certificates: Certificates) -> None:

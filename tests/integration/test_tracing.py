@@ -20,12 +20,10 @@ from carpool.core.protobuf import field
 from carpool.core.trace import read_traceparent
 from carpool.embedded import EmbeddedProcess
 from support.client import Response, ask_once, inference_body
-from support.grpc_client import message
 from support.inside import process_of
 from support.otlp import Receiver, SeenSpan, receiver
 from support.processes import until
 from support.redis_servers import RedisServer
-from support.tensor_gpu import tensor_gpu
 from support.upstreams import ScriptedUpstream, scripted_upstream
 
 CALLER_TRACE, CALLER_SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -120,30 +118,6 @@ async def test_a_callers_trace_goes_on_and_the_upstream_gets_the_batchs(
     assert request.resource["service.name"] == "mine"
 
 
-async def test_over_grpc_too(upstream: ScriptedUpstream, taking: Receiver) -> None:
-    metadata = (("traceparent", f"00-{CALLER_TRACE}-{CALLER_SPAN}-01"),)
-    async with running("serve", upstream, taking, gateway__grpc_port=0) as process:
-        assert isinstance(process, EmbeddedProcess) and process.faces.grpc is not None
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{process.faces.grpc.port}") as channel:
-            method = channel.unary_unary("/carpool.v1.Inference/Predict")
-            await method(field(3, b'"in"'), metadata=metadata)
-            with pytest.raises(grpc.RpcError):
-                await method(field(3, b"{"), metadata=metadata)
-    spans = taking.named("carpool.v1.Inference/Predict")
-    served, refused = sorted(spans, key=lambda span: "error.type" in span.attributes)
-    assert refused.attributes["error.type"] == "malformed"
-    for span, status in ((served, 0), (refused, 3)):
-        assert (span.trace_id, span.parent_id) == (CALLER_TRACE, CALLER_SPAN)
-        told = span.attributes
-        assert (told["rpc.system"], told["rpc.service"], told["rpc.method"]) == (
-            "grpc",
-            "carpool.v1.Inference",
-            "Predict",
-        )
-        assert told["rpc.grpc.status_code"] == status
-        assert not any(name.startswith("http.") for name in told)
-
-
 async def test_a_caller_who_is_refused_at_the_door_is_traced_on_every_face(
     upstream: ScriptedUpstream, taking: Receiver
 ) -> None:
@@ -177,66 +151,6 @@ async def test_a_caller_who_is_refused_at_the_door_is_traced_on_every_face(
     for span in taking.spans:
         assert (span.trace_id, span.parent_id) == (CALLER_TRACE, CALLER_SPAN)
         assert (span.attributes["error.type"], span.attributes["carpool.kept"]) == ("queue-full", "asked")
-
-
-async def test_rows_of_tensors_have_their_callers_trace_and_a_route(
-    upstream: ScriptedUpstream, taking: Receiver
-) -> None:
-    metadata = (("traceparent", f"00-{CALLER_TRACE}-{CALLER_SPAN}-01"),)
-    tensor: dict[str, Any] = {"name": "T", "datatype": "BYTES", "shape": [2, 1], "data": ["a", "b"]}
-    with tensor_gpu() as gpu:
-        gpus = {"upstream__endpoints": [f"http://127.0.0.1:{gpu.ports[0]}"], "upstream__protocol": "kserve_v2"}
-        settings = {"tracing__sample_ratio": 0, "gateway__grpc_port": 0, "model": "mirror"}
-        async with running("serve", upstream, taking, **gpus, **settings) as process:
-            for inputs, status in (([tensor], 200), ([], 400)):
-                body = json.dumps({"inputs": inputs}).encode()
-                answer = await ask_once(process.port, "POST", "/v2/models/mirror/infer", body, ASKED)
-                assert answer.status == status, answer.body
-            assert isinstance(process, EmbeddedProcess) and process.faces.grpc is not None
-            async with grpc.aio.insecure_channel(f"127.0.0.1:{process.faces.grpc.port}") as channel:
-                asked = message("inference.ModelInferRequest")(model_name="mirror")
-                asked.inputs.add(name="T", datatype="BYTES", shape=[1, 1]).contents.bytes_contents.append(b"c")
-                method = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
-                await method(asked.SerializeToString(), metadata=metadata)
-    over_http = taking.named("POST /v2/models/NAME/infer")
-    assert sorted(span.attributes["http.response.status_code"] for span in over_http) == [200, 200, 400]
-    over_grpc = taking.named("inference.GRPCInferenceService/ModelInfer")
-    assert [span.attributes["rpc.grpc.status_code"] for span in over_grpc] == [0]
-    for span in (*over_http, *over_grpc):
-        assert (span.trace_id, span.parent_id) == (CALLER_TRACE, CALLER_SPAN)
-
-
-async def test_each_request_has_its_own_trace_and_a_batch_has_links_to_all(
-    upstream: ScriptedUpstream, taking: Receiver
-) -> None:
-    batching = {"batching__policy": "fixed", "batching__max_wait_ms": 100, "batching__max_batch": 3}
-    async with running("serve", upstream, taking, tracing__sample_ratio=1, **batching) as process:
-        await asyncio.gather(*(ask(process, f"in {number}") for number in range(3)))
-    requests, batches = taking.named(REQUEST), taking.named("batch")
-    assert len({span.trace_id for span in requests}) == len(requests) == 3
-    assert all(span.parent_id == "" for span in requests)
-    assert {link for batch in batches for link in links_of(batch)} == set(map(itself, requests))
-    for span in requests:
-        of_batch = one([each for each in batches if itself(each) in links_of(span)])
-        assert itself(span) in links_of(of_batch)
-    assert not {span.trace_id for span in batches} & {span.trace_id for span in requests}
-
-
-async def test_who_asks_and_shares_a_seat_that_is_sent_already_has_its_batch_kept(
-    upstream: ScriptedUpstream, taking: Receiver
-) -> None:
-    upstream.gate.clear()
-    settings = {"tracing__sample_ratio": 0, "upstream__cache": "true"}
-    async with running("serve", upstream, taking, **settings) as process:
-        first = asyncio.create_task(ask(process))
-        await until(lambda: upstream.in_flight == 1)
-        others = [asyncio.create_task(ask(process, headers=ASKED)) for _ in range(2)]
-        await until(lambda: metric(process, "cache_lookups")["shared"] == 2)
-        upstream.gate.set()
-        await asyncio.gather(first, *others)
-    batch, requests = one(taking.named("batch")), taking.named(REQUEST)
-    assert len(requests) == 2 and links_of(batch) == set(map(itself, requests))
-    assert all(links_of(span) == {itself(batch)} for span in requests)
 
 
 async def test_over_redis_the_gateway_writes_the_request_and_the_batcher_the_batch(
@@ -293,26 +207,6 @@ async def test_a_request_that_fails_is_told_with_its_batch_and_every_attempt(
     assert links_of(batch) == {itself(request)}
 
 
-async def test_over_redis_a_request_that_fails_has_a_link_to_its_batch(
-    upstream: ScriptedUpstream, taking: Receiver, redis_server: RedisServer
-) -> None:
-    """And one that fails is kept for no other reason than one that does not: nobody asked for the first."""
-    broker = {"broker__url": redis_server.url, "broker__namespace": f"traces-{secrets.token_hex(4)}"}
-    both = {**broker, "tracing__sample_ratio": 0, "upstream__attempts": 1}
-    upstream.behaviour = "status 503"
-    async with (
-        running("batcher", upstream, taking, **both),
-        running("gateway", upstream, taking, **both) as gateway,
-    ):
-        assert (await ask(gateway, "fails")).status == 502
-        assert (await ask(gateway, "fails too", ASKED)).status == 502
-        await until(lambda: metric(gateway, "traces_kept")["asked"] == 1)
-    batch, failed = one(taking.named("batch")), one(taking.named(REQUEST))
-    assert failed.is_error and links_of(failed) == {itself(batch)}
-    assert failed.attributes["carpool.batch.id"] == batch.attributes["carpool.batch.id"]
-    assert failed.attributes["carpool.endpoint"] == batch.attributes["carpool.endpoint"]
-
-
 async def test_the_steps_of_a_search_belong_to_the_batch_that_was_refused(
     upstream: ScriptedUpstream, taking: Receiver
 ) -> None:
@@ -336,13 +230,6 @@ async def test_the_steps_of_a_search_belong_to_the_batch_that_was_refused(
     assert poisoned.attributes["error.type"] == "input-refused"
     assert not poisoned.is_error  # 422: the client's own fault
     assert itself(refused) in links_of(poisoned)
-
-
-async def test_where_strangers_call_their_traces_do_not_count(upstream: ScriptedUpstream, taking: Receiver) -> None:
-    settings = {"tracing__sample_ratio": 0, "tracing__follow_callers": False}
-    async with running("serve", upstream, taking, **settings) as process:
-        await ask(process, headers=ASKED)
-    assert taking.spans == []
 
 
 async def test_neither_payloads_nor_credentials_are_in_spans(upstream: ScriptedUpstream) -> None:
@@ -412,37 +299,9 @@ async def test_a_receiver_that_comes_back_gets_what_comes_then(upstream: Scripte
         assert metric(process, "trace_export_failures") >= 1
 
 
-async def test_spans_that_a_receiver_rejects_were_not_sent(upstream: ScriptedUpstream, taking: Receiver) -> None:
-    """It takes the call, and says in its answer that it did not want three of the spans."""
-    taking.answer = b"\x0a\x0c\x08\x03\x12\x08too many"
-    async with running("serve", upstream, taking, tracing__sample_ratio=1) as process:
-        await ask(process)
-        await until(lambda: sum(metric(process, "trace_spans").values()) == 4)
-        counts = metric(process, "trace_spans")
-        assert counts["rejected"] >= 3 and counts["dropped"] == 0, "of each call three at most, or all"
-        assert (len(taking.spans), metric(process, "trace_export_failures")) == (4, 0)
-
-
 async def test_where_it_is_off_nobody_listens_and_nothing_is_sent(upstream: ScriptedUpstream) -> None:
     async with running("serve", upstream, None) as process:
         await ask(process, headers=ASKED)
         assert process.events.subscribers == ()
         assert not any("trace" in type(numbers).__name__.lower() for numbers in process.snapshot().numbers)
     assert upstream.traceparents == [""]
-
-
-async def test_the_log_line_of_a_failed_attempt_names_its_trace(
-    upstream: ScriptedUpstream, taking: Receiver, caplog: pytest.LogCaptureFixture
-) -> None:
-    upstream.behaviour = "status 503"
-    async with running("serve", upstream, taking, tracing__sample_ratio=1, upstream__attempts=1) as process:
-        await ask(process)
-    fields = one_of_log(caplog, "attempt 1 of 1 failed")
-    batch = one(taking.named("batch"))
-    assert (fields["batch"], fields["trace_id"]) == (batch.attributes["carpool.batch.id"], batch.trace_id)
-
-
-def one_of_log(caplog: pytest.LogCaptureFixture, beginning: str) -> dict[str, str]:
-    """The fields of the one line that begins so."""
-    [fields] = [record.__dict__["fields"] for record in caplog.records if record.getMessage().startswith(beginning)]
-    return dict(fields)

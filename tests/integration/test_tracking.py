@@ -8,77 +8,9 @@ from typing import Any
 
 import pytest
 
-from support.client import Connection, ask_once, inference_body
-from support.processes import GatewayProcess, carpool, running_gateway, until
-from support.tracking import batches, outcomes, rows, rows_by_outcome, tracked, until_written
+from support.processes import carpool, running_gateway, until
+from support.tracking import outcomes, rows, rows_by_outcome, until_written
 from support.upstreams import scripted_upstream
-
-
-async def hang_up(gateway: GatewayProcess) -> None:
-    """A client that leaves before its answer comes."""
-    connection = await Connection.open(gateway.port)
-    connection.send("POST", "/v1/inference", inference_body("left"))
-    await asyncio.sleep(0.1)
-    await connection.close()
-
-
-async def all_sorts(gateway: GatewayProcess, upstream: Any) -> int:
-    """Requests with every kind of outcome; returns how many are to be counted."""
-    upstream.poison = "bad"
-    asked = await asyncio.gather(*(gateway.ask(f"good {n}") for n in range(60)))
-    assert {response.status for response in asked} == {200}
-    assert (await gateway.ask("bad")).status in (422, 502)  # alone: whether its input is at fault is not sure
-    tasks = [await gateway.submit(f"task {n}") for n in range(20)]
-    assert {(await gateway.result(task))["status"] for task in tasks} == {"SUCCESS"}
-    assert (await gateway.result(await gateway.submit("a bad one")))["status"] == "FAILED"
-    upstream.gate.clear()
-    late = asyncio.gather(*(gateway.ask(f"late {n}", "X-Request-Timeout-Ms: 300\r\n") for n in range(3)))
-    await hang_up(gateway)
-    deleted = await gateway.submit("deleted")
-    await ask_once(gateway.port, "DELETE", f"/v1/result/{deleted}")
-    assert [response.status for response in await late] == [504] * 3
-    upstream.gate.set()
-    assert (await gateway.ask("afterwards")).status == 200
-    # Refused before they count: they are in neither.
-    assert (await ask_once(gateway.port, "POST", "/v1/inference", b"{")).status == 400
-    return 60 + 1 + 20 + 1 + 3 + 1 + 1 + 1
-
-
-async def test_alone_rows_are_what_metrics_count(tmp_path: Path) -> None:
-    path = tmp_path / "tracking.db"
-    async with (
-        scripted_upstream() as upstream,
-        running_gateway(tmp_path, upstream.url, settings={"tracking.store": "sqlite"}) as gateway,
-    ):
-        expected = await all_sorts(gateway, upstream)
-        await until_written(gateway)
-        counted = await outcomes(gateway)
-        assert counted == rows_by_outcome(path) and counted.total() == expected
-        assert (counted["ok"], counted["deadline-exceeded"], counted["client-left"]) == (81, 3, 2)
-        assert await tracked("dropped", "request", gateway) == 0
-        sent = await batches(gateway)
-        gateway.terminate()
-        assert await gateway.exit_code() == 0
-    assert rows_by_outcome(path) == counted
-    [[count, distinct]] = rows(path, "SELECT count(*), count(DISTINCT id) FROM carpool_batches")
-    assert count == distinct == sent
-    # Whoever was answered was so by a batch that is there, with as many seats as it says.
-    [[orphans]] = rows(
-        path,
-        "SELECT count(*) FROM carpool_requests r LEFT JOIN carpool_batches b ON b.id = r.batch_id "
-        "WHERE r.error IS NULL AND (b.id IS NULL OR b.endpoint != r.endpoint)",
-    )
-    assert orphans == 0
-    overfull = rows(
-        path,
-        "SELECT b.id FROM carpool_batches b JOIN carpool_requests r ON r.batch_id = b.id "
-        "GROUP BY b.id HAVING count(*) > max(b.request_count)",
-    )
-    assert overfull == []
-    # Seconds are shared: together those of a batch have what its call took.
-    answered = "FROM carpool_requests WHERE error IS NULL GROUP BY batch_id"
-    sums = rows(path, f"SELECT sum(gpu_seconds), max(upstream_ms) {answered}")
-    assert all(gpu_s == pytest.approx(upstream_ms / 1000) for gpu_s, upstream_ms in sums)
 
 
 async def test_shared_seats_share_their_seconds_and_kept_results_cost_none(tmp_path: Path) -> None:
@@ -104,19 +36,6 @@ async def test_shared_seats_share_their_seconds_and_kept_results_cost_none(tmp_p
     assert len(shared) == 5
     assert sum(gpu_s for gpu_s, _ in shared) == pytest.approx(shared[0][1] / 1000)
     assert rows(path, "SELECT gpu_seconds, batch_id, attempts FROM carpool_requests WHERE cached") == [(0.0, None, 0)]
-
-
-async def test_a_kill_loses_no_more_than_what_waited(tmp_path: Path) -> None:
-    path = tmp_path / "tracking.db"
-    async with (
-        scripted_upstream() as upstream,
-        running_gateway(tmp_path, upstream.url, settings={"tracking.store": "sqlite"}) as gateway,
-    ):
-        for n in range(20):
-            assert (await gateway.ask(f"before {n}")).status == 200
-        await until_written(gateway)
-        gateway.kill()
-    assert rows_by_outcome(path) == Counter(ok=20)
 
 
 # Commands

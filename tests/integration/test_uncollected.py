@@ -286,7 +286,6 @@ def half_a_message(stand: Stand) -> None:
 
 
 def grpc_call(stand: Stand, work: Callable[[GrpcClient], Any]) -> str:
-    """What a call ends with."""
     with grpc_client(stand.gateway.grpc_port, options=ANY_LENGTH) as client:
         try:
             work(client)

@@ -1,4 +1,4 @@
-"""Who may come in, on real processes: keys that come and go, tokens, attacks, and whose tasks are whose."""
+"""Who may come in, on real processes: keys that come and go, tokens, attacks."""
 
 import asyncio
 import json
@@ -8,16 +8,14 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-import pytest
 from joserfc.jwk import OctKey
 
 from support.client import Connection, Response, ask_once, inference_body
 from support.grpc_client import grpc_client, message
-from support.processes import GatewayProcess, carpool, dlq, running_gateway, running_role, start_gateway, until
+from support.processes import GatewayProcess, carpool, running_gateway, running_role, start_gateway, until
 from support.redis_servers import RedisServer, running_redis
 from support.stream_server import stream_server
 from support.tokens import SECRET, Signers, encode, good_claims, token_of
-from support.upstreams import ScriptedUpstream, scripted_upstream
 
 SIM = "sim:?latency_ms=1&slots=64"
 KEYS = {"auth.mode": "keys", "limits.per_minute": 0}
@@ -60,11 +58,11 @@ async def comes_in(port: int, headers: str, wanted: int = 200) -> None:
 
 @asynccontextmanager
 async def fleet(
-    directory: Path, redis: RedisServer, settings: Mapping[str, object], gateways: int = 1, upstream: str = SIM
+    directory: Path, redis: RedisServer, settings: Mapping[str, object], gateways: int = 1
 ) -> AsyncIterator[list[GatewayProcess]]:
     """Gateways and a batcher over Redis, ready."""
     shared = {"broker.url": redis.url, "broker.namespace": directory.name, **settings}
-    async with running_role(directory / "b", "batcher", "--upstream", upstream, settings=shared):
+    async with running_role(directory / "b", "batcher", "--upstream", SIM, settings=shared):
         running = [running_role(directory / f"g{n}", "gateway", settings=shared) for n in range(gateways)]
         started = [await each.__aenter__() for each in running]
         try:
@@ -348,77 +346,6 @@ class TestTokens:
                 for secret in (api_key, meant, meant.split(".")[2], good.split(".")[2]):
                     assert secret not in seen
         assert called == []
-
-
-# S7: whose task is it?
-
-
-async def try_to_see(port: int, task: str, headers: str) -> list[int]:
-    """What one gets who looks, waits and deletes."""
-    return [
-        (await ask_once(port, method, f"/v1/result/{task}{query}", b"", headers)).status
-        for method, query in (("GET", ""), ("GET", "?wait_ms=30000"), ("DELETE", ""))
-    ]
-
-
-async def submit(port: int, headers: str, text: str = "abc") -> str:
-    accepted = await ask(port, headers + ASYNC, text)
-    assert accepted.status == 202
-    task: str = accepted.json["task_id"]
-    return task
-
-
-async def see_to_owners(port: int, upstream: ScriptedUpstream, alice: str, bob: str) -> None:
-    """A task that waits, one that is finished: its owner alone may know."""
-    upstream.gate.clear()
-    waiting = await submit(port, bearer(alice))
-    assert await try_to_see(port, waiting, bearer(bob)) == [404, 404, 404]
-    assert await try_to_see(port, waiting, "") == [401, 401, 401]
-    upstream.gate.set()
-    done = await ask_once(port, "GET", f"/v1/result/{waiting}?wait_ms=30000", b"", bearer(alice))
-    assert done.json["status"] == "SUCCESS"
-    assert await try_to_see(port, waiting, bearer(bob)) == [404, 404, 404]
-    assert await try_to_see(port, waiting, bearer(alice)) == [200, 200, 204]
-    assert await try_to_see(port, waiting, bearer(alice)) == [404, 404, 404]
-
-
-@pytest.fixture
-async def upstream() -> AsyncIterator[ScriptedUpstream]:
-    async with scripted_upstream(ScriptedUpstream()) as upstream:
-        yield upstream
-
-
-async def test_s7_somebody_elses_task_is_not_there(tmp_path: Path, upstream: ScriptedUpstream) -> None:
-    at = ("--data-dir", str(tmp_path))
-    async with running_gateway(tmp_path, upstream.url) as gateway:
-        of_nobody = await submit(gateway.port, "")
-    alice, bob = [await keys("create", name, *at) for name in ("alice", "bob")]
-    colleague = await keys("create", "second", "--owner", "alice", *at)
-    async with running_gateway(tmp_path, upstream.url, "--max-batch", "1", settings=KEYS) as gateway:
-        port = gateway.port
-        await see_to_owners(port, upstream, alice, bob)
-        # Two keys of one owner see the same; what came before there were owners is nobody's.
-        task = await submit(port, bearer(alice))
-        assert (await ask_once(port, "GET", f"/v1/result/{task}", b"", bearer(colleague))).status == 200
-        assert await try_to_see(port, of_nobody, bearer(alice)) == [404, 404, 404]
-        upstream.behaviour = "status 400"
-        failed = await submit(port, bearer(alice), "poison")
-        await until(lambda: upstream.calls > 0)
-        gone = await ask_once(port, "GET", f"/v1/result/{failed}?wait_ms=30000", b"", bearer(alice))
-        assert gone.json["status"] == "FAILED"
-        upstream.behaviour = "good"
-        replayed = (await dlq(gateway, "replay", "1")).split()
-        again = next(word for word in replayed if len(word) == 32)
-        assert await try_to_see(port, again, bearer(bob)) == [404, 404, 404]
-        assert (await ask_once(port, "GET", f"/v1/result/{again}", b"", bearer(alice))).status == 200
-
-
-async def test_s7_over_redis(tmp_path: Path, upstream: ScriptedUpstream, redis_server: RedisServer) -> None:
-    where = {"CARPOOL_BROKER_URL": redis_server.url, "CARPOOL_BROKER_NAMESPACE": tmp_path.name}
-    alice, bob = [await keys("create", name, **where) for name in ("alice", "bob")]
-    async with fleet(tmp_path, redis_server, KEYS, upstream=upstream.url) as (gateway,):
-        await comes_in(gateway.port, bearer(alice))
-        await see_to_owners(gateway.port, upstream, alice, bob)
 
 
 async def test_listening_beyond_loopback_without_credentials_is_said(tmp_path: Path) -> None:

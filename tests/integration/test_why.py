@@ -79,27 +79,6 @@ def parts(told: Any) -> dict[str, float]:
     return {wait["what"]: wait["ms"] for wait in told["waits"]}
 
 
-async def test_a_search_is_not_called_the_models_work(tmp_path: Path) -> None:
-    async with scripted_upstream() as upstream, running_gateway(tmp_path, upstream.url, settings=PATIENT) as gateway:
-        upstream.poison = "bad"
-        assert (await ask(gateway, "before")).status == 200
-        first = await fill_the_slot(upstream, gateway)
-        names = ["good-1", "bad-2", "good-3", "good-4"]
-        others = []
-        for name in names:
-            others.append(asyncio.ensure_future(ask(gateway, name)))
-            await until_state(gateway, name, "queued")
-        upstream.latency_s = 0.05
-        upstream.gate.set()
-        assert (await first).status == 200
-        assert sorted(answer.status for answer in await asyncio.gather(*others)) == [200, 200, 200, 422]
-        for name in names:
-            told = await gateway.state(name)
-            assert parts(told)["search"] > 0
-            assert parts(told).get("model", 0.0) < told["latency_ms"] - parts(told)["search"]
-            assert "a search for the input at fault" in await why(gateway, name, cwd=tmp_path)
-
-
 async def test_over_redis_any_gateway_tells_the_same(tmp_path: Path, redis_server: RedisServer) -> None:
     settings = {"broker.namespace": tmp_path.name, **PATIENT}
     async with scripted_upstream() as upstream, fleet_over(tmp_path, redis_server.url, settings) as fleet:

@@ -11,6 +11,8 @@ from collections.abc import Collection, Iterable, Mapping
 from itertools import count
 from typing import NamedTuple
 
+from support.client import Response
+
 
 class Verdict(NamedTuple):
     """What the checker found."""
@@ -44,7 +46,6 @@ class Promises:
 
     @property
     def share(self) -> float:
-        """Of all requests."""
         return self.kept / self.requests if self.requests else 1.0
 
 
@@ -85,6 +86,13 @@ class Checker:
         """From now on an outcome is owed."""
         self._open[text] = time.monotonic() + within_s
         PROMISES.requests += 1
+
+    def answered(self, text: str, response: Response) -> None:
+        """A request was answered, with its output or an error."""
+        if response.status == 200:
+            self.output(text, response.json["output"])
+        else:
+            self.failed(text, response.status)
 
     def output(self, text: str, output: object, *, told_at: str = "") -> None:
         """An output came. `told_at` tells two outcomes of one task apart from one outcome that was read twice."""

@@ -24,7 +24,6 @@ class Response(NamedTuple):
 
     @property
     def json(self) -> Any:
-        """The body as JSON."""
         return json.loads(self.body)
 
     def read_as(self, kind: type[T]) -> T:
@@ -62,11 +61,9 @@ class Connection:
         self.send_part(head.encode() + body)
 
     def send_part(self, data: bytes) -> None:
-        """Send bytes as they are."""
         self._writer.write(data)
 
     async def read(self) -> Response:
-        """The next response; raises ConnectionBrokenError."""
         try:
             async with asyncio.timeout(READ_S_MAX):
                 head = await self._reader.readuntil(b"\r\n\r\n")

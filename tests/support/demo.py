@@ -37,7 +37,6 @@ class Demo:
         return sum(float(line.rpartition(" ")[2]) for line in text.splitlines() if line.startswith(name))
 
     def letters(self) -> set[int]:
-        """The ids of dead letters."""
         page = ask(self.admin_port, "GET", "/internal/dead-letters").json
         return {letter["id"] for letter in page["dead_letters"]}
 

@@ -42,7 +42,6 @@ class Block(NamedTuple):
 
     @property
     def place(self) -> str:
-        """For whoever looks for it."""
         return f"{self.page}:{self.line}"
 
     @property
@@ -68,13 +67,11 @@ class Block(NamedTuple):
 
 
 def pages() -> list[Path]:
-    """All that have such blocks."""
     found = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
     return [page for page in found if "```" in page.read_text(encoding="utf-8")]
 
 
 def blocks_of(page: Path) -> list[Block]:
-    """In their order."""
     return list(_blocks(page.name, page.read_text(encoding="utf-8").splitlines()))
 
 

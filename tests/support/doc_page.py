@@ -57,7 +57,6 @@ class Server:
         self.section = section
 
     def end(self) -> None:
-        """Ctrl-C, in effect."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGTERM)
         self.process.wait(PATIENCE_S)

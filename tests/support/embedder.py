@@ -32,7 +32,6 @@ class Embedder:
         self.url = ""
 
     def answer(self, path: str, body: dict[str, Any]) -> Any:
-        """The JSON for a call."""
         inputs = next(body[field] for field in ("input", "inputs", "instances", "prompt") if field in body)
         vectors = list(map(vector_of, inputs))
         if path.endswith("/embeddings"):

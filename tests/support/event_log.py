@@ -36,5 +36,4 @@ class EventLog:
         self.outcomes[request.id] = outcome
 
     def kinds(self) -> list[str]:
-        """What happened, without to whom."""
         return [kind for kind, *_ in self.told]

@@ -58,16 +58,13 @@ class Forked:
         return self.returncode
 
     def send_signal(self, number: int) -> None:
-        """Nothing if it has ended."""
         if self.poll() is None:
             os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """SIGKILL."""
         self.send_signal(signal.SIGKILL)
 
     def terminate(self) -> None:
-        """SIGTERM."""
         self.send_signal(signal.SIGTERM)
 
     def _look(self, timeout: float | None) -> None:
@@ -139,7 +136,6 @@ def constants_in(given: Mapping[str, object]) -> dict[str, object]:
 
 
 def settings_in(given: Mapping[str, object]) -> dict[str, object]:
-    """The rest."""
     return {path: value for path, value in given.items() if not path.startswith("carpool.")}
 
 
@@ -184,7 +180,6 @@ class _Server:
                     self._reap()
 
     def _fork(self, environment: dict[str, str], folder: str, stdout: int, stderr: int, told: int) -> bool:
-        """True in the fork."""
         pid = os.fork()
         if pid:
             self._told[pid] = told

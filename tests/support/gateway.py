@@ -50,12 +50,10 @@ class HeldGpu:
 
     @property
     def calls(self) -> int:
-        """Calls that came so far."""
         return self._upstream.calls
 
     @property
     def in_flight(self) -> int:
-        """Calls without an answer."""
         return self._upstream.in_flight
 
     def hold(self) -> None:
@@ -77,7 +75,6 @@ class HeldGpu:
 
     @contextmanager
     def running(self) -> Iterator["HeldGpu"]:
-        """Until the block ends."""
         with in_a_thread(scripted_upstream(self._upstream)) as (_, self._loop):
             yield self
 
@@ -99,7 +96,6 @@ class Peer:
         self.socket.close()
 
     def send(self, data: bytes) -> None:
-        """Send all of it."""
         self.socket.sendall(data)
 
     def send_until_refused(self, data: bytes) -> int:
@@ -113,7 +109,6 @@ class Peer:
         return sent
 
     def read(self, heads_only: bool = False) -> Response:
-        """The next response."""
         while b"\r\n\r\n" not in self.unread:
             self._more()
         head, _, self.unread = self.unread.partition(b"\r\n\r\n")
@@ -161,7 +156,6 @@ def ask(port: int, method: str, target: str, body: Any = b"", *headers: str) -> 
 
 
 def eventually(condition: Any, within_s: float = PATIENCE_S) -> bool:
-    """Whether the condition comes true."""
     give_up_at = time.monotonic() + within_s
     while time.monotonic() < give_up_at:
         if condition():

@@ -8,6 +8,7 @@ from typing import Any
 import grpc
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
+from support.otlp import fields
 from support.processes import PATIENCE_S
 
 PROTOS = files("carpool.core").joinpath("protos")
@@ -45,11 +46,9 @@ class GrpcClient:
         )
 
     def predict(self, text: str = '"abc"', **options: Any) -> Any:
-        """One JSON input."""
         return self.method("Predict")(message("PredictRequest")(input_json=text), timeout=PATIENCE_S, **options)
 
     def refused(self, name: str, request: Any, **options: Any) -> "Refusal":
-        """How a call is refused."""
         try:
             answer = self.method(name)(request, timeout=options.pop("timeout", PATIENCE_S), **options)
         except grpc.RpcError as error:
@@ -68,32 +67,25 @@ class Refusal:
 
     @property
     def reason(self) -> str:
-        """Of the ErrorInfo."""
         reason: str = parts(self.details["ErrorInfo"])[1][0].decode()
         return reason
 
     @property
     def request_id(self) -> str:
-        """Of the ErrorInfo."""
         facts = {fact[1][0]: fact[2][0] for fact in map(parts, parts(self.details["ErrorInfo"])[3])}
         told: str = facts[b"request_id"].decode()
         return told
 
 
 def details_in(status: bytes) -> dict[str, bytes]:
-    """The details of a google.rpc.Status."""
     found = (parts(detail) for detail in parts(status).get(3, []))
     return {each[1][0].decode().rpartition(".")[2]: each[2][0] for each in found}
 
 
 def parts(data: bytes) -> dict[int, list[Any]]:
-    """The fields of any message, by protobuf's own reader of messages that it does not know."""
-    from google.protobuf import empty_pb2
-    from google.protobuf.unknown_fields import UnknownFieldSet
-
     found: dict[int, list[Any]] = {}
-    for each in UnknownFieldSet(empty_pb2.Empty.FromString(data)):
-        found.setdefault(each.field_number, []).append(each.data)
+    for number, value in fields(data):
+        found.setdefault(number, []).append(value)
     return found
 
 

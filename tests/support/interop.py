@@ -110,7 +110,6 @@ def show_version(python: Path, package: str) -> None:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that are free now."""
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
     ports: list[int] = [listener.getsockname()[1] for listener in sockets]
     for listener in sockets:
@@ -155,7 +154,6 @@ def _is_ready(port: int, path: str) -> bool:
 
 
 def get_json(port: int, path: str) -> Any:
-    """A page of a server."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     try:
         connection.request("GET", path)

@@ -21,7 +21,6 @@ class Viewer:
         return self.response.readline()
 
     def next(self) -> dict[str, Any]:
-        """The next event."""
         while True:
             line = self.line()
             assert line, "the stream ended"

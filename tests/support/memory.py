@@ -17,11 +17,9 @@ class WatchedRequests:
         self._names: list[weakref.ref[Name]] = []
 
     def make(self, *, now: float = 0.0) -> Request:
-        """One more."""
         name = Name(len(self._names))
         self._names.append(weakref.ref(name))
         return make_request(name, Witness(), now=now)
 
     def kept(self) -> int:
-        """How many are left."""
         return sum(name() is not None for name in self._names)

@@ -1,4 +1,4 @@
-"""Reads what is sent by OTLP: a decoder of its own, by the numbers of `trace.proto`, and a receiver on a socket."""
+"""Reads what is sent by OTLP, by the numbers of `trace.proto`, and a receiver on a socket."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
@@ -7,6 +7,8 @@ from struct import unpack
 from typing import Any, NamedTuple
 
 from aiohttp import web
+from google.protobuf import empty_pb2
+from google.protobuf.unknown_fields import UnknownFieldSet
 
 KINDS = {1: "internal", 2: "server", 3: "client", 4: "producer", 5: "consumer"}
 
@@ -34,36 +36,9 @@ class SeenSpan(NamedTuple):
 
 
 def fields(data: bytes) -> Iterator[tuple[int, Any]]:
-    """Numbers and values of a message: bytes, or a number."""
-    at = 0
-
-    def varint() -> int:
-        nonlocal at
-        number = shift = 0
-        while True:
-            byte = data[at]
-            at += 1
-            number |= (byte & 0x7F) << shift
-            shift += 7
-            if byte < 0x80:
-                return number
-
-    while at < len(data):
-        tag = varint()
-        match tag & 7:
-            case 0:
-                value: Any = varint()
-            case 1:
-                value, at = unpack("<Q", data[at : at + 8])[0], at + 8
-            case 2:
-                size = varint()
-                value, at = data[at : at + size], at + size
-                assert len(value) == size
-            case 5:
-                value, at = unpack("<I", data[at : at + 4])[0], at + 4
-            case other:
-                raise AssertionError(f"wire type {other}")
-        yield tag >> 3, value
+    """Numbers and values of a message, by protobuf's own reader of messages that it does not know."""
+    for each in UnknownFieldSet(empty_pb2.Empty.FromString(data)):
+        yield each.field_number, each.data
 
 
 def value_of(data: bytes) -> Any:
@@ -93,7 +68,6 @@ def link_of(data: bytes) -> SeenLink:
 
 
 def span_of(data: bytes, resource: dict[str, Any]) -> SeenSpan:
-    """One span."""
     all_fields = list(fields(data))
     found = dict(all_fields)
     return SeenSpan(
@@ -114,7 +88,6 @@ def span_of(data: bytes, resource: dict[str, Any]) -> SeenSpan:
 
 
 def spans_in(body: bytes) -> list[SeenSpan]:
-    """All spans of one export."""
     spans = []
     for _, of_resource in fields(body):
         parts = list(fields(of_resource))
@@ -150,7 +123,6 @@ class Receiver:
         return web.Response(status=self.status, body=self.answer)
 
     def named(self, name: str) -> list[SeenSpan]:
-        """Those of one name."""
         return [span for span in self.spans if span.name == name]
 
 

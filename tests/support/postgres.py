@@ -86,7 +86,6 @@ class PostgresServer:
         self._signal_all(signal.SIGSTOP)
 
     def thaw(self) -> None:
-        """It goes on."""
         self._signal_all(signal.SIGCONT)
 
     def _signal_all(self, number: signal.Signals) -> None:

@@ -95,7 +95,6 @@ class GatewayProcess:
         await until(is_ready)
 
     async def ask(self, text: str, headers: str = "") -> Response:
-        """One request with this input."""
         return await ask_once(self.port, "POST", "/v1/inference", inference_body(text), headers)
 
     async def submit(self, text: str, headers: str = "") -> str:
@@ -132,7 +131,6 @@ class GatewayProcess:
         return int(found[1])
 
     def reload(self) -> None:
-        """SIGHUP."""
         self.process.send_signal(signal.SIGHUP)
 
     async def metric(self, name: str) -> float:
@@ -142,7 +140,6 @@ class GatewayProcess:
         return sum(map(float, lines))
 
     async def dead_letters(self) -> int:
-        """How many are kept."""
         listed = await ask_once(self.admin_port, "GET", "/internal/dead-letters?limit=1")
         total: int = listed.json["total"]
         return total
@@ -162,7 +159,6 @@ class GatewayProcess:
         self.process.wait(PATIENCE_S)
 
     def terminate(self) -> None:
-        """SIGTERM."""
         self.process.send_signal(signal.SIGTERM)
 
     async def exit_code(self, within_s: float = PATIENCE_S) -> int:
@@ -273,15 +269,3 @@ def telling(*arguments: str, **environment: str) -> Iterator[tuple[Started, IO[s
 def _text_of(file: IO[bytes]) -> str:
     file.seek(0)
     return file.read().decode()
-
-
-async def run_dlq(*arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":
-    """Run `carpool dlq`; whom it asks may be in this event loop."""
-    return await asyncio.to_thread(lambda: carpool("dlq", *arguments, cwd=None, **environment))
-
-
-async def dlq(gateway: GatewayProcess, *arguments: str) -> str:
-    """What `carpool dlq` prints, which works."""
-    done = await run_dlq(*arguments, "--admin", f"http://127.0.0.1:{gateway.admin_port}")
-    assert (done.returncode, done.stderr) == (0, ""), done
-    return done.stdout

@@ -101,13 +101,11 @@ class Place:
             old.kill()
 
     def end(self) -> None:
-        """Leave no process behind."""
         if self.process.process.poll() is None:
             self.process.kill()
 
     @property
     def port(self) -> int:
-        """Where clients connect."""
         return self.process.port
 
 
@@ -122,7 +120,6 @@ class Fleet:
         self.batchers: list[Place] = []
 
     async def add(self, role: str, *flags: str, settings: Mapping[str, object] | None = None) -> Place:
-        """One more process."""
         places = self.batchers if role == "batcher" else self.gateways
         place = Place(
             self._directory / f"{role}-{len(places)}",
@@ -135,11 +132,9 @@ class Fleet:
         return place
 
     def ports(self) -> list[int]:
-        """Where clients may connect."""
         return [place.port for place in self.gateways]
 
     async def wait_until_ready(self) -> None:
-        """Until every gateway is."""
 
         async def all_ready() -> bool:
             asked = [ask_once(p.process.admin_port, "GET", "/internal/ready") for p in self.gateways]
@@ -156,7 +151,6 @@ class Fleet:
         return sum(place.process.resident_bytes() for place in (*self.gateways, *self.batchers))
 
     def end(self) -> None:
-        """Leave no process behind."""
         for place in (*self.gateways, *self.batchers):
             place.end()
 
@@ -204,7 +198,6 @@ class Clients:
         self.problems: Counter[str] = Counter()
 
     def start(self, *, asks_per_s: float, tasks_per_s: float) -> None:
-        """Begin."""
         for per_s, act in ((asks_per_s, self.ask), (tasks_per_s, self.run_task)):
             if per_s:
                 self._sources.append(asyncio.create_task(self._keep_coming(per_s, act)))
@@ -234,7 +227,6 @@ class Clients:
                 await connection.close()
 
     async def ask(self) -> None:
-        """One request whose client waits."""
         text = self.checker.new_input(self._bytes_min)
         port = random.choice(self._ports())
         began = time.monotonic()

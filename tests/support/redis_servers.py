@@ -74,7 +74,6 @@ class RedisServer:
 
     @property
     def pid(self) -> int:
-        """The process."""
         assert self._process is not None
         return self._process.pid
 
@@ -119,7 +118,6 @@ class RedisServer:
         self._signal(signal.SIGSTOP)
 
     def go_on(self) -> None:
-        """SIGCONT."""
         self._signal(signal.SIGCONT)
 
     async def restart(self) -> None:

@@ -12,7 +12,6 @@ from support.virtual_gateway import Stand
 
 
 def reset(call: UpstreamCall) -> UpstreamResponse:
-    """No answer at all."""
     raise AttemptFailedError("the connection was reset")
 
 
@@ -55,7 +54,6 @@ class SickUpstream(FakeUpstream):
         self._random = Random(seed)
 
     async def post(self, call: UpstreamCall, timeout_s: float) -> UpstreamResponse:
-        """Answer, or fail."""
         sickness, now = self.sickness, asyncio.get_running_loop().time() - BEGINS_AT
         if sickness and sickness.from_s <= now < sickness.until_s and self._random.random() < sickness.share:
             self.failed += 1

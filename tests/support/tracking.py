@@ -47,7 +47,6 @@ async def tracked(name: str, row: str, *processes: GatewayProcess) -> int:
 
 
 async def until_written(*processes: GatewayProcess) -> None:
-    """Until no row waits."""
 
     async def is_all_written() -> bool:
         return sum([await process.metric("carpool_tracking_waiting") for process in processes]) == 0
@@ -56,7 +55,6 @@ async def until_written(*processes: GatewayProcess) -> None:
 
 
 def rows(path: Path, statement: str) -> list[tuple[Any, ...]]:
-    """From a file of SQLite."""
     with closing(sqlite3.connect(path)) as connection:
         return connection.execute(statement).fetchall()
 

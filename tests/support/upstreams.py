@@ -27,7 +27,6 @@ class ResetError(Exception):
 
 
 def outputs_body(outputs: object) -> bytes:
-    """The usual answer."""
     return json.dumps({"outputs": outputs}).encode()
 
 
@@ -129,9 +128,11 @@ class ScriptedUpstream:
         elif behaviour == "null element":
             await send(writer, outputs_body([*reverse(inputs)[:-1], None]))
         elif behaviour == "good" and self.poison and any(self.poison in text for text in inputs):
-            await status_500(writer)
+            await send(writer, b'{"error":"out of memory"}', 500)
         elif behaviour == "good":
             await send(writer, outputs_body(reverse(inputs)), headers=self.headers)
+        elif behaviour.startswith("status "):
+            await send(writer, b'{"error":"no"}', int(behaviour.removeprefix("status ")))
         elif behaviour in HUGE:
             await self._send_parts(writer, *HUGE[behaviour])
         else:
@@ -157,25 +158,21 @@ class OpenAiUpstream(ScriptedUpstream):
     inputs_field = "input"
 
     async def answer(self, inputs: list[str], writer: asyncio.StreamWriter) -> None:
-        """Answer one call."""
         data = [{"index": index, "embedding": text} for index, text in enumerate(reverse(inputs))]
         await send(writer, json.dumps({"data": data[::-1]}).encode())
 
 
 def answer_bytes(body: bytes, status: int = 200, headers: str = "") -> bytes:
-    """One answer with a length."""
     head = f"HTTP/1.1 {status} Status\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n{headers}\r\n"
     return head.encode() + body
 
 
 async def send(writer: asyncio.StreamWriter, body: bytes, status: int = 200, headers: str = "") -> None:
-    """Write one answer."""
     writer.write(answer_bytes(body, status, headers))
     await writer.drain()
 
 
 async def reset(writer: asyncio.StreamWriter) -> None:
-    """No answer, but a reset."""
     raise ResetError
 
 
@@ -188,19 +185,16 @@ async def reset_in_body(writer: asyncio.StreamWriter) -> None:
 
 
 async def close(writer: asyncio.StreamWriter) -> None:
-    """No answer, but the end."""
     raise asyncio.IncompleteReadError(b"", 1)
 
 
 async def not_http(writer: asyncio.StreamWriter) -> None:
-    """Bytes of another protocol."""
     writer.write(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" * 100)
     await writer.drain()
     raise ResetError
 
 
 async def endless_headers(writer: asyncio.StreamWriter) -> None:
-    """Headers without an end."""
     writer.write(b"HTTP/1.1 200 OK\r\n")
     for number in range(10_000):
         writer.write(b"X-%d: %b\r\n" % (number, b"x" * 1000))
@@ -230,38 +224,12 @@ async def trickle(writer: asyncio.StreamWriter) -> None:
 
 
 async def hang(writer: asyncio.StreamWriter) -> None:
-    """No answer."""
     await asyncio.sleep(60)
 
 
 async def redirect(writer: asyncio.StreamWriter) -> None:
     """A place that must not be followed."""
     await send(writer, b"", 307, "Location: http://127.0.0.1:9/infer\r\n")
-
-
-async def status_500(writer: asyncio.StreamWriter) -> None:
-    """The plain failure."""
-    await send(writer, b'{"error":"out of memory"}', 500)
-
-
-async def status_422(writer: asyncio.StreamWriter) -> None:
-    """A refusal that blames the input."""
-    await send(writer, b'{"error":"no"}', 422)
-
-
-async def status_429(writer: asyncio.StreamWriter) -> None:
-    """Busy."""
-    await send(writer, b'{"error":"busy"}', 429)
-
-
-async def status_503(writer: asyncio.StreamWriter) -> None:
-    """Not now."""
-    await send(writer, b'{"error":"overloaded"}', 503)
-
-
-async def status_400(writer: asyncio.StreamWriter) -> None:
-    """A refusal of the whole batch."""
-    await send(writer, b'{"error":"no"}', 400)
 
 
 @cache
@@ -286,11 +254,6 @@ MISBEHAVIOURS = {
     "trickle": trickle,
     "hang": hang,
     "redirect": redirect,
-    "status 500": status_500,
-    "status 422": status_422,
-    "status 429": status_429,
-    "status 503": status_503,
-    "status 400": status_400,
 }
 
 

@@ -87,7 +87,6 @@ class Stand:
         await self.runtime.close()
 
     def start(self) -> None:
-        """Begin to serve."""
         runtime = self.runtime
         if self._others is None:
             engine = Engine(runtime, dead_letters=self._dead_letters)

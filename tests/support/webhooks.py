@@ -28,7 +28,6 @@ class Webhook(NamedTuple):
 
     @property
     def id(self) -> str:
-        """The task's."""
         return self.webhook_id.rpartition("-")[0]
 
     @property
@@ -96,7 +95,6 @@ class Receiver:
 
 @asynccontextmanager
 async def receiver(port: int = 0) -> AsyncIterator[Receiver]:
-    """One until the block ends."""
     made = Receiver()
     async with stream_server(made.serve, port=port) as made.server:
         yield made

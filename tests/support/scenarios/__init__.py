@@ -1,3 +1,1 @@
-"""The rows of FAULTS.md, one module for each kind, in a size that the caller chooses: `tests/integration` runs them
-short and with every `make test`, `tests/chaos` long.
-"""
+"""Rows of FAULTS.md that `tests/integration` runs short and `tests/chaos` long, or that several tests there share."""

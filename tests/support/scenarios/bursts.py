@@ -47,10 +47,8 @@ async def bursts(directory: Path, broker: Broker, sizes: list[int], quiet_s: flo
             checker.accepted(text)
             started = time.monotonic()
             response = await client.ask("POST", "/v1/inference", inference_body(text))
-            if response.status == 200:
-                checker.output(text, response.json["output"])
-            else:
-                checker.failed(text, response.status)
+            checker.answered(text, response)
+            if response.status != 200:
                 refusals.append(time.monotonic() - started)
             return response.status
 
@@ -76,7 +74,6 @@ class Started(NamedTuple):
 
     @property
     def verdict(self) -> Verdict:
-        """Of all."""
         return added(*(load.verdict for load in self.loads))
 
     @property
@@ -91,7 +88,6 @@ class Started(NamedTuple):
 
     @property
     def about(self) -> str:
-        """The runs themselves."""
         return " | ".join(load.about for load in self.loads)
 
 

@@ -56,10 +56,7 @@ class Fleet:
                 await connection.close()
                 connection = None
                 continue
-            if response.status == 200:
-                self.checker.output(text, response.json["output"])
-            else:
-                self.checker.failed(text, response.status)
+            self.checker.answered(text, response)
             if response.is_last:
                 await connection.close()
                 connection = None

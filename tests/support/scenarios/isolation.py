@@ -47,7 +47,6 @@ class Run(NamedTuple):
 
     @property
     def innocents(self) -> Summary:
-        """Those whose input was good."""
         return Summary.of(answer for answer in self.answers if not answer.mark)
 
     @property
@@ -57,7 +56,6 @@ class Run(NamedTuple):
 
     @property
     def bad(self) -> Summary:
-        """Those whose input was not."""
         return Summary.of(answer for answer in self.answers if answer.mark)
 
     def worst_client(self, after_s: float = 0.0) -> str:
@@ -68,7 +66,6 @@ class Run(NamedTuple):
 
     @property
     def about(self) -> str:
-        """The run itself."""
         breakers = "/".join(sorted(self.breakers))
         machine = f"load late by {self.behind_ms:.0f} ms at most, cores {self.idle:.0%} idle"
         return f"{self.calls} calls, breakers {breakers}, {machine}"

@@ -96,10 +96,7 @@ class Load:
             self.answers.append((0, time.monotonic() - started))
             return
         self.answers.append((response.status, time.monotonic() - started))
-        if response.status == 200:
-            self._checker.output(text, response.json["output"])
-        else:
-            self._checker.failed(text, response.status)
+        self._checker.answered(text, response)
         self._idle.append(connection)
 
 

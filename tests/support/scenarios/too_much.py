@@ -45,7 +45,6 @@ class Compared(NamedTuple):
 
     @property
     def verdict(self) -> Verdict:
-        """Of both."""
         return added(self.calm.verdict, self.much.verdict)
 
     def ratio(self, *names: str) -> float:
@@ -58,7 +57,6 @@ class Compared(NamedTuple):
 
     @property
     def about(self) -> str:
-        """Both runs."""
         return f"{self.much.about} (before: {self.calm.about})"
 
 
@@ -169,7 +167,6 @@ class Halved(NamedTuple):
 
     @property
     def outcomes_after(self) -> dict[str, int]:
-        """What became of those."""
         found = [answer.outcome for answer in self.after]
         return {outcome: found.count(outcome) for outcome in sorted(set(found))}
 
@@ -203,7 +200,6 @@ async def half_of_the_gpus(directory: Path, broker: Broker, recovery_s: float = 
 
 
 async def is_busy(running: Stage) -> bool:
-    """Whether requests have come."""
     return await running.gateway.metric("carpool_held_requests") > 0
 
 
