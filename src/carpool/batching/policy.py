@@ -111,11 +111,9 @@ class Policy(Protocol):
 
     def plan(self, view: LaneView, now: float) -> Plan:
         """Say what to do with a lane in which requests wait."""
-        ...
 
     def sent(self, size: int, max_batch: int) -> None:
         """Learn the size of the batch that the last plan led to."""
-        ...
 
 
 def decided_by_rule(view: LaneView, now: float) -> Plan | None:

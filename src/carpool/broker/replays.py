@@ -33,7 +33,6 @@ class ReplayBoard(Waiter, Protocol):
         self, request: Request, accepted: Callable[[CarpoolError | None], None], letter_id: int | None = None
     ) -> None:
         """Accept a task in place of a dead letter."""
-        ...
 
 
 class ReplayDesk(ABC):

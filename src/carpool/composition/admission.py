@@ -34,7 +34,6 @@ class DrainedTasks(TaskBoard, Protocol):
 
     def drain(self) -> None:
         """Answer all clients that wait, and let none wait any more."""
-        ...
 
 
 class Admission:

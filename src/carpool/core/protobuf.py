@@ -1,6 +1,6 @@
 """What Carpool itself reads and writes of protobuf's wire format; the rest is left to messages.py. Pure.
 
-1. Traces are written by hand (telemetry/otlp.py): they need nothing installed, and it is faster.
+1. Traces are written by hand (telemetry/spans.py): they need nothing installed, and it is faster.
 2. Long inputs and raw tensors are cut out of a message before it is parsed, and put behind one that was serialized: a
    message object would copy them three times. Fields may stand in any order, so that is a message too.
 3. A short message can become a large object, so the fields of a long one are counted before it is parsed.

@@ -247,27 +247,21 @@ class Store(Protocol):
 
     async def open(self) -> None:
         """Get ready to write; raises StoreUnusableError."""
-        ...
 
     async def write(self, requests: Sequence[RequestRow], batches: Sequence[BatchRow]) -> None:
         """Write these, all or none. After StoreAwayError the recorder gives the same rows once more."""
-        ...
 
     async def tidy(self, now: float) -> None:
         """Remove rows that are too old at this Unix time, or too many."""
-        ...
 
     async def init(self) -> str:
         """Make the tables, or bring them up to date; returns what was done."""
-        ...
 
     async def ask(self, statement: str, *values: Any) -> Sequence[Sequence[Any]]:
         """The rows that a statement finds."""
-        ...
 
     async def close(self) -> None:
         """Use it no more."""
-        ...
 
     async def find(self, request_id: str) -> RequestRecord | None:
         """The last request with this id: clients choose ids, and may repeat them."""

@@ -63,12 +63,9 @@ class Endpoint(Protocol):
 
     async def post(self, call: UpstreamCall, timeout_s: float) -> UpstreamResponse:
         """Send one call, once, and read its answer; raises AttemptFailedError, or is cancelled."""
-        ...
 
     async def accepts_connections(self) -> bool:
         """Whether it can be reached right now (for readiness)."""
-        ...
 
     async def close(self) -> None:
         """Give up its connections."""
-        ...

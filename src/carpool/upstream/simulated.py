@@ -112,11 +112,9 @@ class Batch(Protocol):
     @property
     def inputs(self) -> Sequence[bytes | Raw]:
         """One for each output."""
-        ...
 
     def answer(self, count: int) -> UpstreamResponse:
         """The answer to the first `count` inputs."""
-        ...
 
 
 class SimulatedBatch(NamedTuple):

@@ -175,11 +175,9 @@ class Service(Protocol):
     @property
     def methods(self) -> Mapping[str, Method]:
         """By their names."""
-        ...
 
     def drain(self) -> None:
         """End what would go on for ever: take nothing new on streams, answer what came, then end them."""
-        ...
 
 
 async def enter(intake: Intake, call: GrpcCall, caller: Caller, cost: int = 1) -> CarpoolError | None:

@@ -33,11 +33,9 @@ class Watched(Protocol):
 
     def give_up_receiving(self) -> None:
         """The message has taken too long."""
-        ...
 
     def give_up_writing(self) -> None:
         """The answer is not read."""
-        ...
 
 
 class SlowCalls:

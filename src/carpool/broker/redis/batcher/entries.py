@@ -27,39 +27,30 @@ class FedModel(Protocol):
 
     def free_slots(self) -> int:
         """Slots that could take a batch now."""
-        ...
 
     def may_go_elsewhere(self, request: Request) -> bool:
         """Whether another batcher can serve a request that this one cannot."""
-        ...
 
     def is_probing(self) -> bool:
         """Whether every endpoint has failed, and one request at a time is wanted to try one with."""
-        ...
 
     def is_in_doubt(self) -> bool:
         """Whether no endpoint is known to work: each has failed and not answered since."""
-        ...
 
     def is_served_elsewhere(self) -> bool:
         """Whether another batcher has an endpoint that works."""
-        ...
 
     def largest_batch(self) -> int:
         """The most requests in a batch."""
-        ...
 
     def largest_batch_bytes(self) -> float:
         """The most bytes in a batch of several."""
-        ...
 
     def refusal_of(self, request: Request) -> CarpoolError | None:
         """Why a request is not taken up now; None if it is."""
-        ...
 
     def prepare(self, request: Request) -> None:
         """Do for a request from elsewhere what the face does for a new one; raises an error of the tree."""
-        ...
 
 
 class Unpacker:

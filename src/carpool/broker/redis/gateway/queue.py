@@ -7,7 +7,7 @@
    its own hands them to its local broker (direct mode); one without answers 503. Work may be done twice then; outcomes
    are given once. When Redis comes back, entries that were handed on are withdrawn, if no batcher took them. When it
    has lost what it had, this gateway's stream of replies too, all that waits here is queued again.
-4. What exceeds its owner's share of what is parked here waits in a second line of its tier (broker/owner_quota.py).
+4. What exceeds its owner's share of what is parked here waits in a second line of its tier (broker/queue_stats.py).
 5. When a client leaves, the gateway has its entry deleted, and a batcher that took it hears of that. When a request
    waited too long for a slot, the gateway has its entry deleted if no batcher took it yet.
 6. This gateway's own clock decides when the time of a request is over. Batchers count on Redis's clock: if that is set,
