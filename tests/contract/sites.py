@@ -62,7 +62,7 @@ SETTINGS: dict[str, object] = {
     "carpool.composition.redis_context.LEASE_MS": NEVER_MS,
     "shedding.mode": "off",
     "limits.per_minute": 0,
-    "carpool.composition.faces.WAIT_MS_MAX": LONG_MS,
+    "carpool.face.http.gateway.WAIT_MS_MAX": LONG_MS,
     TASKS_SHARE: 1.0,
 }
 

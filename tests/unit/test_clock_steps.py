@@ -37,7 +37,7 @@ WALL_CLOCK = {
     "broker/tasks.py",
     "face/http/openai.py",
     "face/http/state.py",
-    "face/http/tickets.py",
+    "face/http/streams.py",
     "upstream/fleet.py",
 }
 

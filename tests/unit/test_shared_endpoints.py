@@ -3,9 +3,9 @@
 from functools import partial
 
 import pytest
-from carpool.broker.redis.batcher.elsewhere import BatchersElsewhere
 
 from carpool.broker.memory import MemoryBroker
+from carpool.broker.redis.batcher.leases import BatchersElsewhere
 from carpool.core.clock import monotonic
 from carpool.service import IN_DOUBT_BATCH, ModelService, endpoint_maker
 from carpool.settings import Settings, models_of
