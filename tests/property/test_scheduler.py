@@ -27,7 +27,7 @@ from carpool.upstream.scheduler import (
     Failure,
     Formed,
     GiveBack,
-    Left,
+    NotMade,
     PutBack,
     Rest,
     Scheduler,
@@ -179,7 +179,7 @@ class Play:
         about = (call.member, len(call.members), call.began)
         if how == "left" or not live:
             if not live:
-                self.tell(Left(call))
+                self.tell(NotMade(call))
                 return
             how = "answered"
         if how == "answered":

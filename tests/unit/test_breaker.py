@@ -85,16 +85,16 @@ def test_nor_do_those_of_another_owner_help_each_other() -> None:
 
 def test_healed_failures_open_only_what_the_pool_can_do_without() -> None:
     breaker = Breaker(failures_max=2)
-    assert not any(breaker.record_recovery(NOW, 0.0, may_open=False) for _ in range(9))
+    assert not any(breaker.record_answered_elsewhere(NOW, 0.0, may_open=False) for _ in range(9))
     assert (breaker.state, breaker.is_failing) == ("closed", False)
-    assert breaker.record_recovery(NOW, 0.0, may_open=True)
+    assert breaker.record_answered_elsewhere(NOW, 0.0, may_open=True)
 
 
 def test_pauses_go_on_doubling_until_few_were_healed() -> None:
     breaker = Breaker(failures_max=1, pause_s=1.0)
     pauses_s, now = [], NOW
     for answered in (1, 1, 99, 0):
-        assert breaker.record_recovery(now, 0.0, may_open=True)
+        assert breaker.record_answered_elsewhere(now, 0.0, may_open=True)
         pauses_s.append(breaker.probe_at() - now)
         now = breaker.probe_at()
         assert breaker.started(now)
@@ -108,5 +108,5 @@ def test_what_was_closed_to_one_owner_is_closed_to_all_when_a_failure_is_healed(
     for _ in range(2):
         breaker.failed(NOW, 0.0, owners=["me"])
     assert breaker.allows_others()
-    assert breaker.record_recovery(NOW, 0.0, may_open=True)
+    assert breaker.record_answered_elsewhere(NOW, 0.0, may_open=True)
     assert not breaker.allows_others() and breaker.probe_at() > NOW

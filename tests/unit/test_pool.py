@@ -137,7 +137,7 @@ def test_an_endpoint_that_fails_is_in_doubt_until_it_has_answered_a_few_calls() 
     pool = make_pool(1, 1)
     member = pool.members[0]
     pool.record_success(member)
-    assert pool.doubt(member) == 0.0
+    assert pool.raise_doubt(member) == 0.0
     assert not pool.is_well(member) and not pool.has_well(pool.members[1])
     for _ in range(3):
         assert not pool.is_well(member)

@@ -35,9 +35,9 @@ async def test_after_two_failed_batches_few_are_taken_where_others_are_well(are_
     endpoints = partial(endpoint_maker, clock=monotonic)
     service = ModelService(model, endpoints, broker, None, Quarantine(), lambda: 1, others=others)
     [member] = service.pool.members
-    service.pool.doubt(member)
+    service.pool.raise_doubt(member)
     assert service.largest_batch() == 64
-    service.pool.doubt(member)
+    service.pool.raise_doubt(member)
     assert service.largest_batch() == (IN_DOUBT_BATCH if are_others_well else 64)
     service.pool.record_success(member)
     assert service.largest_batch() == 64

@@ -162,7 +162,7 @@ class Breaker:
         self._again += 1
         return self._open_if_failing(now, random_share, may_open)
 
-    def record_recovery(self, now: float, random_share: float, *, may_open: bool) -> bool:
+    def record_answered_elsewhere(self, now: float, random_share: float, *, may_open: bool) -> bool:
         """A call that failed here was answered elsewhere (rule 8); called besides `failed`, and returns the same."""
         self._healed = min(self._healed + 1.0, float(self._failures_max))
         is_due = self._healed >= self._failures_max if self.state == "closed" else self.allows_others()

@@ -73,8 +73,8 @@ from carpool.upstream.scheduler import (
     Failure,
     Formed,
     GiveBack,
-    Left,
     LimitLearned,
+    NotMade,
     PutBack,
     Rest,
     Scheduler,
@@ -292,7 +292,7 @@ class UpstreamDispatcher:
         if len(waiting) < len(call.members):  # some left since this was decided
             call = call._replace(members=waiting)
             if not waiting:
-                self._handle(Left(call))
+                self._handle(NotMade(call))
                 return
         traces = self._traces
         traced = None

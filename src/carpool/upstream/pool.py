@@ -394,12 +394,14 @@ class Pool:
             member.breaker.failed_again(self._clock(), self._random_share(), owner, may_open=self._may_eject(member)),
         )
 
-    def record_recovery(self, member: EndpointState) -> None:
+    def record_answered_elsewhere(self, member: EndpointState) -> None:
         """A call that failed there was answered by another endpoint; called besides `record_failure`."""
         may_open = self.has_well(member)
-        self._failed(member, member.breaker.record_recovery(self._clock(), self._random_share(), may_open=may_open))
+        self._failed(
+            member, member.breaker.record_answered_elsewhere(self._clock(), self._random_share(), may_open=may_open)
+        )
 
-    def doubt(self, member: EndpointState) -> float:
+    def raise_doubt(self, member: EndpointState) -> float:
         """A batch failed there, for whatever reason: rule 7. Returns the doubt that there was before."""
         before, member.doubt = member.doubt, min(member.doubt + 1.0, DOUBT_MAX)
         return before

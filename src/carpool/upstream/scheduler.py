@@ -1,13 +1,21 @@
 """Who is sent where, and who is at fault: every decision towards the upstream. No I/O; the shell (dispatch.py) reports
 events to `decide` and performs the actions that it returns.
 
+What an answer without outputs means, its kind, is the codec's to say (codecs/refusals.py):
+   elsewhere  no answer, 429, 502 to 504: nothing about the inputs       rule 2
+   fault      2xx, but no valid answer                                   rule 2, at one other endpoint
+   bisect     400, 422, 424, 500: an input may be bad                    rule 9
+   split      413, or words about a limit: too many inputs               rule 4
+   give-up    other statuses, like 401: repeating it would not help      told to the clients
+
 Calls
 1. A batch that forms goes to a free slot. A call that its endpoint answers ends the matter.
 2. A failure of the endpoint (no answer, 5xx that blames no input, a broken protocol) sends the batch to another
-   endpoint: at once and free if one is known to be well, else after a pause and from the retry budget, `attempts` times
-   in all. Before every call, requests that have left or are late are dropped.
-3. A call whose connection was dead is sent again at once, in the same slot. That is an attempt, and paid for: the call
-   may have been received. The first one says nothing against the endpoint.
+   endpoint, `attempts` times in all: the second attempt is made at once and free if one is known to be well; any
+   other waits for a pause and takes from the retry budget. Before every call, requests that have left or are late are
+   dropped.
+3. A call on a kept connection that turned out to be closed is sent again at once, in the same slot. That is an attempt,
+   and paid for: the call may have been received. The first one says nothing against the endpoint.
 4. No endpoint gets more inputs than it is known to take (limits.py). A batch that is too large goes in parts.
 5. A retry takes a slot before batches do: its requests are the oldest there are.
 6. A batch that failed goes back to the queue where no endpoint here is known to be well, but another batcher has one.
@@ -16,7 +24,7 @@ Calls
 Endpoints
 7. Failures in a row open an endpoint's breaker, and so does a share of calls that failed here and were answered
    elsewhere (breaker.py). An open one is tried with one call after a pause (pool.py).
-8. Failures that one owner's inputs explain close an endpoint to that owner only; the owner is quarantined.
+8. Failures that one owner's inputs explain bar that owner alone from an endpoint; the owner is quarantined.
 
 Inputs
 9. A refusal that may blame an input (400, 422, 500) begins a search (bisection.py): halves are sent until each bad
@@ -24,9 +32,10 @@ Inputs
    whole first. Steps of a search are no attempts, and say nothing against an endpoint; they go to another endpoint than
    the one that refused, if there is one.
 10. An input that was refused alone is at fault if its endpoint is known to be right: it has answered others of the
-   lane, and no other endpoint answers this input. Its client gets a 422, it becomes a dead letter, and the same input
-   is sent alone for a while. An endpoint that refuses what another one answers is itself at fault. Where neither is
-   known, the client gets the API's own word, and the endpoint is suspected by this owner's inputs only.
+   lane, and a second endpoint, if there is one, has refused calls with this input too. Its client gets a 422, it is
+   kept as a dead letter, and the same input is sent alone for a while. An endpoint that refuses what another one answers is
+   itself at fault. Where neither is known, the client gets the API's own word, and the endpoint is suspected by this
+   owner's inputs only.
 11. Where other batchers have endpoints that work, one of them is asked before an input is blamed. Where both halves of
    a batch were refused and nothing was answered meanwhile, it is hardly an input: what waits goes back to the queue.
 12. For a call that began before an endpoint had answered one well, no input is blamed and no owner is quarantined.
@@ -131,7 +140,7 @@ class Failure(NamedTuple):
     # For operators: what it did, and where to look (first_contact.py).
     what: str = ""
     look_at: str = ""
-    # The connection was dead.
+    # A kept connection turned out to be closed.
     is_dead: bool = False
     # This process stood still: the answer may have come while it could not read it.
     was_away: bool = False
@@ -139,8 +148,8 @@ class Failure(NamedTuple):
     is_certain: bool = False
     # As a rule such a refusal blames no input: only answers that came after it show that it does here.
     needs_proof: bool = False
-    # The failure says something of the endpoint: it was not only busy, and had as long as calls take.
-    tells: bool = True
+    # It counts against the endpoint, which was not only busy, and had as long as calls take.
+    counts: bool = True
     # Another endpoint, which refused the same whole.
     refused_too: EndpointState | None = None
 
@@ -223,7 +232,7 @@ class Broke(NamedTuple):
     error: CarpoolError
 
 
-class Left(NamedTuple):
+class NotMade(NamedTuple):
     """A call was not made: no member waits for it any more."""
 
     call: Call
@@ -233,7 +242,7 @@ class Tick(NamedTuple):
     """Time has passed."""
 
 
-Event = Formed | Answered | Failed | Broke | Left | Tick
+Event = Formed | Answered | Failed | Broke | NotMade | Tick
 
 
 # Actions.
@@ -281,7 +290,7 @@ class GiveBack(NamedTuple):
 
 
 class BatchOver(NamedTuple):
-    """All is known of a batch: its result, for operators."""
+    """The calls of a batch are over; a search for what is at fault may follow. Its result is for operators."""
 
     batch: list[Request]
     result: str
@@ -316,13 +325,16 @@ class Search:
     """One batch that was refused, and what is known of its members."""
 
     __slots__ = (
-        "answered_by", "asked", "batch", "bisection", "counted", "failure", "is_unproven", "known", "last",
+        "answered_by", "asked", "batch", "bisection", "counted", "failure", "is_quarantined", "is_unproven", "known",
+        "lane_key", "last",
         "parts_answered", "refused_alone_by", "refused_by", "started", "under_way", "waiting_since", "wholes_refused",
     )  # fmt: skip
 
     def __init__(self, batch: list[Request], bisection: Bisection, failure: Failure | None, now: float) -> None:
         self.batch = batch
         self.bisection = bisection
+        # Of the batch: a member whose owner is quarantined meanwhile changes neither.
+        self.is_quarantined, self.lane_key = batch[0].is_quarantined, batch[0].lane_key
         # The refusal it began with; None for inputs that are sent alone because they are known, and their hashes.
         self.failure = failure
         self.known = [key_of(request) for request in batch] if failure is None else []
@@ -524,7 +536,7 @@ class Scheduler:
     def decide(self, event: Event, now: float) -> list[Action]:
         """What follows from an event. All of it must be done before the next event."""
         self._now, self._actions, self._decided = now, [], set()
-        if isinstance(event, Answered | Failed | Broke | Left):
+        if isinstance(event, Answered | Failed | Broke | NotMade):
             self._began.pop(event.call.job, None)
         if isinstance(event, Answered):
             self._actions.append(Deliver(event.call.members, event.outputs))
@@ -535,7 +547,7 @@ class Scheduler:
             self._failed(event.call, event.failure)
         elif isinstance(event, Broke):
             self._broke(event.call, event.error)
-        elif isinstance(event, Left):
+        elif isinstance(event, NotMade):
             self._free(event.call.member)
             self._over(event.call.job, out_of_time())
         else:
@@ -546,7 +558,7 @@ class Scheduler:
 
     def after_defect(self, event: Event, error: CarpoolError) -> list[Action]:
         """`decide` failed, which must leave no request without an outcome: what to do in place of that."""
-        job = event.call.job if isinstance(event, Answered | Failed | Broke | Left) else None
+        job = event.call.job if isinstance(event, Answered | Failed | Broke | NotMade) else None
         members = event.batch if isinstance(event, Formed) else list(job.members) if job is not None else []
         searches = [job.search] if job is not None and job.search is not None else []
         if isinstance(event, Tick):
@@ -625,7 +637,7 @@ class Scheduler:
             if job.attempt < self._attempts and self._budget.take(self._now):
                 self._start(job, member)
                 return
-            failure = failure._replace(tells=self._give_up_dead(job, member))
+            failure = failure._replace(counts=self._give_up_dead(job, member))
         job.dead_in_a_row, job.last = 0, failure
         kind = failure.refusal.kind
         is_over = self._now > call.over_at - TIMER_EARLY_S
@@ -658,7 +670,7 @@ class Scheduler:
             self._actions.append(Tell(member, failure.what, failure.look_at))
             return failure
         if not status:
-            return failure._replace(tells=self._is_endpoint_s_fault(call, failure))
+            return failure._replace(counts=self._is_endpoint_s_fault(call, failure))
         if refusal.batch_max is not None and member.batch_limit.said(refusal.batch_max, failure.size, self._now):
             self.limit_is_learned(member)
         if kind != "split":
@@ -679,7 +691,7 @@ class Scheduler:
             self.blame([member], {request.owner for request in call.members})
         else:
             pool.record_failure(member)
-        return failure._replace(tells=status != 429)
+        return failure._replace(counts=status != 429)
 
     def _is_endpoint_s_fault(self, call: Call, failure: Failure) -> bool:
         """No answer came: not its fault if clients gave it less time than calls take, or this process was away."""
@@ -724,7 +736,7 @@ class Scheduler:
         kind = failure.refusal.kind
         if kind in ("split", "give-up"):
             return False
-        doubt = self.pool.doubt(failed) if not job.is_quiet else 0.0
+        doubt = self.pool.raise_doubt(failed) if not job.is_quiet else 0.0
         if kind == "elsewhere":
             return True
         if job.is_quiet or job.attempt > 1 or self._attempts == 1:
@@ -806,7 +818,7 @@ class Scheduler:
     def _compared(self, job: Job, result: EndpointState | Failure) -> EndpointState | Failure:
         """Learn of the endpoints that failed a batch first from what the last endpoint made of it."""
         for failed, failure in job.failures:
-            if isinstance(result, EndpointState) and failed is not result and failure.tells:
+            if isinstance(result, EndpointState) and failed is not result and failure.counts:
                 if failure.refusal.kind == "bisect":
                     self.blame([failed], ())
                 else:
@@ -903,7 +915,7 @@ class Scheduler:
                 continue
             is_alive = self._is_alive(search)
             if others_wait:
-                if search.batch[0].is_quarantined:
+                if search.is_quarantined:
                     goes = has_share and self._quarantined_go_before()
                 else:
                     goes = (has_share or is_turn) and self._goes_before(search)
@@ -954,18 +966,18 @@ class Scheduler:
         return EndpointPreference(frozenset(failed), known_well=group.size <= FEW)
 
     def _start_step(self, search: Search, member: EndpointState) -> None:
-        bisection, first = search.bisection, search.batch[0]
-        share = self._shares.share(first.lane_key)
+        bisection = search.bisection
+        share = self._shares.share(search.lane_key)
         singly = is_singly(share, len(bisection.refused_alone), bisection.answered_members)
         group = bisection.take_next(is_alive=self._goes_on(search), singly=singly)
         assert group is not None  # `_next_step` has asked
         job = Job(search.batch[group.first : group.end], self._now, do_nothing)
         job.search, job.group = search, group
         is_last = not self.pool.free()
-        is_turn = not first.is_quarantined and self._few_wait() and (self._others_went or not is_last)
+        is_turn = not search.is_quarantined and self._few_wait() and (self._others_went or not is_last)
         if self._others_waiting() > 0 and not is_turn:
             self._pay(job)
-            if first.is_quarantined:
+            if search.is_quarantined:
                 self._quarantined_at = self._now
         if is_last:
             self._others_went = False
@@ -1088,7 +1100,7 @@ class Scheduler:
 
     def _step_refused(self, search: Search, group: Slice, result: Failure) -> None:
         search.note(group, result)
-        share = self._shares.share(search.batch[0].lane_key)
+        share = self._shares.share(search.lane_key)
         clears = self._is_alive(search) and may_clear(share, self._max_batch)
         cleared = search.bisection.refused(group, clears=clears)
         if cleared is not None:
@@ -1154,7 +1166,7 @@ class Scheduler:
         """The model refuses this input: tell its client, keep it for a person, and send it alone from now on."""
         self.poisoned += 1
         self._known_poison.add(request, self._now)
-        if request.owner in search.counted:  # for the group that it was in
+        if request.owner in search.counted:  # already, when its group was refused
             search.counted.discard(request.owner)
         else:
             self._offends(request.owner, failure.started)
@@ -1244,7 +1256,7 @@ class Scheduler:
         """A batch that failed at this endpoint was answered elsewhere: that explains its refusals, too."""
         if not self.pool.has_well(member):
             return
-        self.pool.record_recovery(member)
+        self.pool.record_answered_elsewhere(member)
         for search in self._searches:
             failure = search.failure
             if failure is not None and failure.member is member and failure.refused_too is None:
@@ -1260,7 +1272,7 @@ class Scheduler:
             text = "inputs of one client keep being refused; its requests share no batch with others for a while"
             self._actions.append(Warn(text, {}))
             for search in self._searches:  # that explains the refusals of batches with its inputs
-                is_other = search.failure is not None and not search.batch[0].is_quarantined
+                is_other = search.failure is not None and not search.is_quarantined
                 if is_other and self._has_quarantined(search.waiting()):
                     self._let_go(search)
 
