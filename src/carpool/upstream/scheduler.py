@@ -33,7 +33,7 @@ Inputs
    the one that refused, if there is one.
 10. An input that was refused alone is at fault if its endpoint is known to be right: it has answered others of the
    lane, and a second endpoint, if there is one, has refused calls with this input too. Its client gets a 422, it is
-   kept as a dead letter, and the same input is sent alone for a while. An endpoint that refuses what another one answers is
+   kept as a dead letter, and the same input is sent alone for a time. An endpoint that refuses what another answers is
    itself at fault. Where neither is known, the client gets the API's own word, and the endpoint is suspected by this
    owner's inputs only.
 11. Where other batchers have endpoints that work, one of them is asked before an input is blamed. Where both halves of
