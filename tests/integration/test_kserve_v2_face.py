@@ -72,6 +72,9 @@ def test_what_there_is(gateway: GatewayProcess) -> None:
     }
     assert ask(gateway.port, "GET", "/v2/models/mirror").json["inputs"] == []
     assert ask(gateway.port, "GET", "/v2/models/mirror/ready").json == {"name": "mirror", "ready": True}
+    for path in ("", "/ready", "/versions/3", "/versions/3/ready"):  # names may have slashes
+        assert ask(gateway.port, "GET", f"/v2/models/org%2Fmirror{path}").json["name"] == "org/mirror"
+    assert ask(gateway.port, "GET", "/v2/models/vector%2F3").status == 404
 
 
 def test_rows_as_json_come_back_in_their_order(gateway: GatewayProcess) -> None:

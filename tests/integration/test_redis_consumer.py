@@ -7,6 +7,7 @@ import logging
 from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -20,8 +21,8 @@ from carpool.broker.redis.client.link import RedisFailure, ignore
 from carpool.broker.redis.dead_letters import RedisDeadLetterBox
 from carpool.broker.redis.formats import ENTRY_FORMAT, Header, encode_header, encode_record
 from carpool.broker.redis.gateway.tasks import RedisTasks
-from carpool.broker.redis.keys import GROUP
-from carpool.broker.redis.redis_ops import RedisOps
+from carpool.broker.redis.keys import GROUP, Shard
+from carpool.broker.redis.redis_ops import RedisOps, Swept
 from carpool.broker.redis.types import Taken
 from carpool.core.clock import monotonic
 from carpool.core.errors import (
@@ -299,6 +300,22 @@ class TestSweeps:
         await until(lambda: batcher.nodes.runs["sweep"] == 8)
         await asyncio.sleep(0.05)
         assert batcher.nodes.runs["sweep"] == 8
+
+    async def test_one_with_much_to_do_keeps_no_other_from_the_next_sweep(
+        self, halves: Halves, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        swept: list[int] = []
+
+        def sweep(steps: RedisOps, shard: Shard, *given: Any) -> None:
+            swept.append(shard.number)
+            given[-1](Swept(b"", 0, [], int(shard.number == 0)))
+
+        monkeypatch.setattr(RedisOps, "sweep", sweep)
+        sweeper = halves.sweeper(await halves.batcher(started=False))
+        sweeper.sweep_all()
+        await until(lambda: swept.count(0) > 3)
+        sweeper.sweep_all()
+        await until(lambda: swept.count(1) == 2)
 
     async def test_what_one_part_leaves_is_done_soon(self, halves: Halves) -> None:
         """The rest waited for the next sweep, 64 at a time."""
@@ -721,6 +738,19 @@ class TestOrphansInAllShards:
         batcher.consumer.look_at_all()
         await batcher.until_staged(64)
         assert {request.id.partition(" ")[0] for request in batcher.broker.waiting_requests()} == {"old"}
+
+    async def test_what_is_not_taken_up_now_holds_nobody_up(self, halves: Halves) -> None:
+        """Tasks of a quarantined client were claimed again and again, and nobody else's requests were read."""
+        gateway, batcher = await halves.gateway(b"g2"), await halves.batcher(started=False, free=1, largest=1)
+        tasks = await submit_tasks(halves, batcher, task_names(32))
+        await halves.orphan(32)
+        batcher.model.refusal = QueueFull("many of your inputs were refused")
+        gateway.submit("r")
+        await halves.until_entries(33)
+        batcher.consumer.look_at_all()
+        await gateway.until_told(1)
+        assert batcher.nodes.runs["claim"] < 8
+        tasks.close()
 
     async def test_shards_take_turns(self, halves: Halves) -> None:
         """Those that were asked last had more, and were asked first again, while others waited."""

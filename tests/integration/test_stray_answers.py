@@ -215,8 +215,54 @@ def test_of_two_answers_in_one_read_the_first_may_be_that_of_the_call_before(
     run(main())
 
 
+LONG = "x" * 64
+
+
+@each_loop_and_way
+@pytest.mark.parametrize("chunks", [False, True], ids=["length", "chunks"])
+def test_an_answer_repeated_while_the_next_call_is_under_way_is_given_to_nobody(
+    run: Run, way: str, chunks: bool, certificates: Certificates
+) -> None:
+    """Nothing tells it from an answer to that call but its text. All later calls had the answers of those before."""
+    answers: list[bytes] = []
+
+    async def repeat(call: RawCall) -> None:
+        if call.number > 1:
+            await call.send(answers[-1])
+            await asyncio.sleep(0.02)
+        answers.append(chunked_answer_to(call.body) if chunks else answer_to(call.body))
+        call.write_if_open(answers[-1])
+
+    async def main() -> None:
+        async with endpoint_of(repeat, way, certificates) as (endpoint, upstream):
+            for number in range(5):
+                await ask_for_own(endpoint, f"{LONG} {number}")
+                with pytest.raises(ConnectionWasDeadError, match="the one to the call before"):
+                    await ask(endpoint, f"{LONG} {number} doubted")
+            assert upstream.connections == 5
+
+    run(main())
+
+
+@each_loop
+def test_an_upstream_that_answers_all_calls_alike_is_believed_after_a_second_look(run: Run) -> None:
+    async def stub(call: RawCall) -> None:
+        await call.send(answer_to(b'{"inputs":["%b"]}' % LONG.encode()))
+
+    async def main() -> None:
+        async with endpoint_of(stub) as (endpoint, upstream):
+            await ask(endpoint, "a")
+            with pytest.raises(ConnectionWasDeadError, match="the one to the call before"):
+                await ask(endpoint, "b")
+            for text in "bcdef":
+                assert await ask(endpoint, text) == output_for(LONG)
+            assert (endpoint.stray_answers, upstream.connections) == (0, 2)
+
+    run(main())
+
+
 async def test_an_answer_behind_the_repeated_one_tells_of_it_when_the_connection_rests() -> None:
-    """What HTTP/1.1 leaves open, once: the next call is under way when the answer comes again."""
+    """What HTTP/1.1 leaves open for short answers, once: the next call is under way when the answer comes again."""
     answers: list[bytes] = []
 
     async def repeat(call: RawCall) -> None:

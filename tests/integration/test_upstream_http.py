@@ -3,8 +3,9 @@
 import asyncio
 import tracemalloc
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -222,3 +223,29 @@ async def test_a_header_has_one_line() -> None:
             with pytest.raises(ValueError, match="X-Own"):
                 await endpoint.post(UpstreamCall(b"{}", headers=(("X-Own", value),)), TIMEOUT_S)
         assert upstream.connections == 0
+
+
+async def test_a_name_is_asked_for_once_and_an_address_never(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each call asked: names that did not resolve took all threads, and no endpoint got a new connection."""
+    loop, asked = asyncio.get_running_loop(), 0
+    real = loop.getaddrinfo
+
+    async def slow(*given: Any, **options: Any) -> Any:
+        nonlocal asked
+        asked += 1
+        await asyncio.sleep(0.05)
+        return await real(*given, **options)
+
+    monkeypatch.setattr(loop, "getaddrinfo", slow)
+
+    async def script(call: RawCall) -> None:
+        await call.send(OK + b"Content-Length: 2\r\n\r\nok")
+
+    async with raw_upstream(script) as upstream:
+        for host, questions in (("127.0.0.1", 0), ("localhost", 1)):
+            endpoint = HttpEndpoint(upstream.url.replace("127.0.0.1", host), 8, BYTES_MAX)
+            with pytest.raises(AttemptFailedError) if questions else nullcontext():
+                await endpoint.post(call_with("a"), 0.02)  # who leaves takes no answer from the others
+            answers = await asyncio.gather(*(endpoint.post(call_with("a"), TIMEOUT_S) for _ in range(8)))
+            assert ([answer.body for answer in answers], asked) == ([b"ok"] * 8, questions)
+            await endpoint.close()

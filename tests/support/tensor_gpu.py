@@ -35,6 +35,9 @@ mode = "off"
 
 [models.mirror]
 
+[models."org/mirror"]
+model_version = "3"
+
 [models.image]
 tensor_name = "IMAGE"
 tensor_datatype = "BYTES"

@@ -29,6 +29,15 @@ class Terminal(io.StringIO):
         return True
 
 
+@pytest.mark.parametrize("is_closed", [False, True])
+def test_without_a_stream_nothing_fails(is_closed: bool) -> None:
+    stream = io.StringIO() if is_closed else None
+    if stream is not None:
+        stream.close()
+    configure_logging("info", "auto", stream)
+    log.warning("nobody reads this")
+
+
 class Unprintable:
     def __str__(self) -> str:
         raise RuntimeError("no text")

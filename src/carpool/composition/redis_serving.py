@@ -93,6 +93,7 @@ class RedisServing(Serving):
             tier_target_s=runtime.tier_target_s,
             lease_ms=redis_context.lease_ms,
             letter_bounds=redis_context.letter_bounds,
+            is_fleet_known=redis_context.registry.has_heard,
             clock=runtime.clock,
         )
         for service in self.services:

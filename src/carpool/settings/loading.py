@@ -230,7 +230,7 @@ def _convert(key: Key, given: _Given) -> Any:
     try:
         value = msgspec.convert(given.value, key.hint, strict=not given.is_text)
     except msgspec.ValidationError:
-        has_secrets = key.path in ("broker.url", "tracking.url", "auth.jwt_file")
+        has_secrets = key.path in ("broker.url", "tracking.url", "tracing.otlp_endpoint", "auth.jwt_file")
         is_hidden = key.is_secret or has_secrets or key.path.startswith("keys.")
         but = "" if is_hidden else f", not {shown(given.value)}"
         raise ConfigError(f"{key.path} ({given.source}) must be {describe(key.hint)}{but}") from None

@@ -28,9 +28,9 @@ _COLOURS = {"DEBUG": "\x1b[2m", "WARNING": "\x1b[33m", "ERROR": "\x1b[31m", "CRI
 _RESET = "\x1b[0m"
 
 
-def configure_logging(level: str, format: str, stream: TextIO = sys.stderr) -> None:
+def configure_logging(level: str, format: str, stream: TextIO | None = sys.stderr) -> None:
     """Send the logs to `stream` as `console` or `json` lines; `auto` takes console on a terminal."""
-    is_terminal = stream.isatty()
+    is_terminal = stream is not None and not stream.closed and stream.isatty()
     formatter: logging.Formatter
     if format == "console" or (format == "auto" and is_terminal):
         formatter = ConsoleFormatter(colour=is_terminal and not os.environ.get("NO_COLOR"))

@@ -15,6 +15,10 @@ An answer of HTTP/1.1 carries no id: it belongs to the last call on its connecti
 6. When a connection is found dead, those that rest beside it are closed: a server that restarts has closed them all.
 7. A connection is used again only after an answer that was read whole and did not end it. One that has rested for
    `KEEPALIVE_S` is closed.
+8. A server may repeat an answer while the next call is under way: that call would get it, the call after that the next
+   one, and so on. So outputs that are those of the call before on the connection, again, are in doubt, and the call is
+   made once more on a connection of its own. If the outputs are the same there, the server does say so (a stub, a model
+   that says little), and for `CAUGHT_S` nothing is doubted. Short outputs are not compared: "yes" is a common one.
 """
 
 import asyncio
@@ -24,12 +28,13 @@ import select
 import ssl
 from collections.abc import Sequence
 from functools import partial
+from ipaddress import ip_address
 from math import inf
-from socket import SOCK_STREAM
+from socket import AF_INET, AF_INET6, SOCK_STREAM
 from typing import NoReturn, cast
 
 import httptools
-from aiohappyeyeballs import start_connection
+from aiohappyeyeballs import AddrInfoType, start_connection
 from yarl import URL
 
 from carpool.core.tensors import Data
@@ -49,7 +54,14 @@ PLAIN_BYTES_MAX = 256 * 1024
 PIECE_BYTES = 128 * 1024
 # Of reads that brought nothing of the body: those of heads, trailers and the frames of chunks.
 FRAMING_BYTES_MAX = 64 * 1024
+# Rule 8. Of long outputs the two ends are compared.
+COMPARED_BYTES_MIN, END_BYTES = 64, 4096
+# How long the addresses of a name are believed.
+ADDRESSES_S = 10.0
 _EMPTY_LINES = b"\r\n"
+
+# What outputs were like: their size, and their ends.
+Fingerprint = tuple[int, int, int]
 
 
 class UpstreamConnection(asyncio.Protocol):
@@ -68,6 +80,8 @@ class UpstreamConnection(asyncio.Protocol):
         self._poll = select.poll()
         # Calls so far, with the one under way.
         self._calls = 0
+        # What the last outputs on it were like (rule 8).
+        self._answer: Fingerprint | None = None
         # Has its result when the call under way is over, None if it failed; None while the connection rests.
         self._answered: asyncio.Future[UpstreamResponse | None] | None = None
         # Has its result when the transport takes more; None while it does.
@@ -85,7 +99,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._calls += 1
         self._body_bytes_max = body_bytes_max
         self._is_heard = self._has_head = self._is_framed = self._is_whole = self._keeps_alive = False
-        self._fault = ""
+        self._fault, self._is_doubted, self._has_inputs = "", False, bool(parts)
         self._status = 0
         self._load: float | None = None
         self._body: list[bytes] = []
@@ -99,7 +113,7 @@ class UpstreamConnection(asyncio.Protocol):
                 self.abort()
         if answer is not None:
             return answer
-        if self._calls > 1 and not self._is_heard:
+        if self._is_doubted or (self._calls > 1 and not self._is_heard):
             # Servers close connections that rest, and may do so just when one is used again; many do after a 500.
             self._server.close_resting()
             raise ConnectionWasDeadError(self._fault)
@@ -176,6 +190,13 @@ class UpstreamConnection(asyncio.Protocol):
                 self._end(None)
                 return
         body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
+        if self._has_inputs and 200 <= self._status < 300 and len(body) >= COMPARED_BYTES_MIN:
+            before, self._answer = self._answer, (len(body), hash(body[:END_BYTES]), hash(body[-END_BYTES:]))
+            if self._server.is_doubtful(self._answer, before):
+                self._is_doubted = True
+                self._fault = "the answer is the one to the call before, again"
+                self._end(None)
+                return
         is_kept = self._keeps_alive and not has_more and self._is_sent()
         self._end(UpstreamResponse(self._status, body, self._load), is_kept=is_kept)
 
@@ -218,7 +239,7 @@ class UpstreamConnection(asyncio.Protocol):
             self._length = int(value)
         elif name == b"transfer-encoding":
             self._is_framed = True
-        elif name == b"content-encoding" and value.lower() != b"identity":
+        elif name == b"content-encoding" and value.strip().lower() != b"identity":
             # It could be a bomb.
             self._refuse("the answer is compressed, though that was not asked for")
         elif name == self._server.load_header:
@@ -288,7 +309,13 @@ class ServerConnections:
         self.load_header = load_header.lower().encode()
         # Connections that were cut off because of stray bytes.
         self.stray = 0
-        self._caught_until = self._complained_at = -inf
+        self._caught_until = self._complained_at = self._says_same_until = -inf
+        # The last outputs that were in doubt (rule 8).
+        self._doubted: Fingerprint | None = None
+        # Its addresses, until when they are known, and the question for them that is out.
+        self._addresses: Sequence[AddrInfoType] = address_of(self._host, self._port)
+        self._known_until = inf if self._addresses else -inf
+        self._asked: asyncio.Task[Sequence[AddrInfoType]] | None = None
         # The one that has rested longest first.
         self._resting: list[UpstreamConnection] = []
         self._old_timer: asyncio.TimerHandle | None = None
@@ -310,8 +337,7 @@ class ServerConnections:
         if self._unix_socket:
             _, connection = await loop.create_unix_connection(make, self._unix_socket)
         else:
-            addresses = await loop.getaddrinfo(self._host, self._port, type=SOCK_STREAM)
-            random.shuffle(addresses)  # a name may stand for several servers
+            addresses = random.sample(known := await self._find(), len(known))  # a name may stand for several servers
             sock = await start_connection(addresses, happy_eyeballs_delay=NEXT_ADDRESS_S)
             host = self._host.rstrip(".") if tls else None  # certificates are for names without the last dot
             _, connection = await loop.create_connection(make, sock=sock, ssl=tls, server_hostname=host)
@@ -326,6 +352,30 @@ class ServerConnections:
         except BaseException:  # also if cancelled
             connection.abort()
             raise
+
+    async def _find(self) -> Sequence[AddrInfoType]:
+        """The server's addresses. One question at a time: while names do not resolve, each would hold a thread."""
+        loop = asyncio.get_running_loop()
+        if loop.time() >= self._known_until:
+            if self._asked is None or self._asked.done():
+                self._asked = loop.create_task(self._resolve())
+                self._asked.add_done_callback(_look_at)
+            self._addresses = await asyncio.shield(self._asked)
+            self._known_until = loop.time() + ADDRESSES_S
+        return self._addresses
+
+    async def _resolve(self) -> Sequence[AddrInfoType]:
+        return await asyncio.get_running_loop().getaddrinfo(self._host, self._port, type=SOCK_STREAM)
+
+    def is_doubtful(self, answer: Fingerprint, before: Fingerprint | None) -> bool:
+        """Whether outputs on a connection that had these before may be those, again (rule 8)."""
+        now = asyncio.get_running_loop().time()
+        if before is None and answer == self._doubted:  # on a connection of its own: the endpoint does say so
+            self._doubted, self._says_same_until = None, now + CAUGHT_S
+        if answer != before or now < self._says_same_until:
+            return False
+        self._doubted = answer
+        return True
 
     def rests(self, connection: UpstreamConnection) -> None:
         """A call is over, and another may have its connection."""
@@ -373,3 +423,20 @@ class ServerConnections:
         self._old_timer = None
         if self._resting:
             self._old_timer = loop.call_at(self._resting[0].rests_since + KEEPALIVE_S, self._close_old)
+
+
+def address_of(host: str, port: int | None) -> Sequence[AddrInfoType]:
+    """A host that is an address needs no look at names; () for any other."""
+    try:
+        address = ip_address(host)
+    except ValueError:
+        return ()
+    if address.version == 4:
+        return [(AF_INET, SOCK_STREAM, 0, "", (host, port or 0))]
+    return [(AF_INET6, SOCK_STREAM, 0, "", (host, port or 0, 0, 0))] if "%" not in host else ()
+
+
+def _look_at(asked: "asyncio.Task[Sequence[AddrInfoType]]") -> None:
+    """Those who wait get the failure; but they may all have left, and then it must not be logged."""
+    if not asked.cancelled():
+        asked.exception()

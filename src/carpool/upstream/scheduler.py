@@ -158,7 +158,7 @@ class Job:
     """Requests that are sent together, and what became of their calls so far."""
 
     __slots__ = (
-        "attempt", "dead_in_a_row", "ended", "failures", "group", "is_paid", "last", "members", "paid_s",
+        "attempt", "dead_in_a_row", "ended", "failures", "group", "is_paid", "last", "latest", "members", "paid_s",
         "ready_at", "search", "started",
     )  # fmt: skip
 
@@ -171,8 +171,9 @@ class Job:
         # The failures after which another endpoint was asked, and the last failure of all.
         self.failures: list[tuple[EndpointState, Failure]] = []
         self.last: Failure | None = None
-        # When it may be sent again.
+        # When it may be sent again; and the last deadline of its members, when that was decided.
         self.ready_at = now
+        self.latest = inf
         # The search of which this is a step, and the group that is sent.
         self.search: Search | None = None
         self.group = Slice(0, 0)
@@ -775,7 +776,7 @@ class Scheduler:
         pause_s = 0.0 if is_free else pause_before(attempt, self._backoff_s, self._random_share())
         may_go = attempt <= self._attempts and pause_s < self._time_left(job)
         if may_go and (is_free or self._budget.take(self._now)):
-            job.ready_at = self._now + pause_s
+            job.ready_at, job.latest = self._now + pause_s, self._now + self._time_left(job)
             self._retries.append(job)
         else:
             self._over(job, job.last or out_of_time())
@@ -856,7 +857,7 @@ class Scheduler:
         for job in list(self._retries):
             if job.ready_at > self._now:
                 continue
-            if self._time_left(job) <= 0.0:
+            if job.latest <= self._now:
                 self._retries.remove(job)
                 self._over(job, job.last or out_of_time())
                 continue
@@ -1293,6 +1294,7 @@ class Scheduler:
         """The refusals of this search were none of its owners' fault, as far as is known."""
         for owner in search.counted:
             self.quarantined.take_back(self._model, owner, self._now)
+        search.counted.clear()
 
     def _has_quarantined(self, requests: Iterable[Request]) -> bool:
         quarantined, model = self.quarantined, self._model

@@ -24,7 +24,7 @@ from carpool.face.grpc.slow import SlowCalls
 from carpool.face.http.state import HttpLimits
 from carpool.face.intake import as_error
 
-CALLS_MAX = 16384
+CALLS_MAX = 10_000
 PEERS_KEPT_MAX = 4096
 # What a message may have beside the input that it carries.
 ENVELOPE_BYTES = 65536

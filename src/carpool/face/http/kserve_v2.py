@@ -8,6 +8,7 @@ import asyncio
 from collections.abc import Callable, Generator
 from functools import partial
 from typing import Any
+from urllib.parse import unquote_to_bytes
 
 import msgspec
 
@@ -21,7 +22,7 @@ from carpool.face.http.gateway import check_encoding, check_size, media_type
 from carpool.face.http.ids import echo_line, given_id
 from carpool.face.http.known_heads import is_of_page
 from carpool.face.http.lists import Answers, ListCall, ListFace, Work
-from carpool.face.http.router import Router
+from carpool.face.http.router import Router, split_target
 from carpool.face.http.v2_wire import V2Answer, parse_call, write_answer
 from carpool.face.intake import Intake, ServedModel, as_error
 from carpool.face.octets import OCTETS
@@ -84,11 +85,11 @@ class KServeV2Routes(ListFace):
 
     def _model(self, exchange: Exchange, rest: str) -> tuple[Caller, ServedModel]:
         """The caller and the model of an exchange, whose path has a name and perhaps a version; raises the refusal."""
-        name, _, version = rest.partition("/")
         caller = self.intake.identify(exchange.headers, exchange.sink.peer)
-        model = model_with_face(self.intake, name, INFER, caller)
-        if version:
-            check_version(model, version)
+        model = model_with_face(self.intake, rest, INFER, caller)
+        segments = split_target(exchange.target)[0].split(b"/")
+        if segments[4:5] == [b"versions"]:
+            check_version(model, unquote_to_bytes(segments[5]).decode("latin-1"))
         return caller, model
 
     def check(self, exchange: Exchange) -> None:

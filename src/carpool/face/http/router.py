@@ -15,7 +15,7 @@ QUERY_FIELDS_MAX = 16
 class Router:
     """Routes by exact path, or by a pattern in which each `*` is a segment, or what stands in it before a colon.
 
-    The route gets what these are, one after the other with slashes between them.
+    The route gets what the first of these is.
     """
 
     def __init__(self, refuse: Callable[[Exchange, CarpoolError], None] = respond_problem) -> None:
@@ -24,8 +24,8 @@ class Router:
         self._routes: dict[bytes, dict[bytes, Route]] = {}
         self._patterns: dict[bytes, dict[bytes, Route]] = {}
         self._find = re.compile(rb"(?!)").fullmatch
-        # By the number of the expression's group: the routes of the pattern that it is, and how many `*` that has.
-        self._found: dict[int, tuple[dict[bytes, Route], int]] = {}
+        # By the number of the expression's group: the routes of the pattern that it is.
+        self._found: dict[int, dict[bytes, Route]] = {}
         # By the first segment: the function that serves all paths that begin with it.
         self._mounts: dict[bytes, Callable[[Exchange], None]] = {}
 
@@ -42,7 +42,7 @@ class Router:
         longest_first = sorted(self._patterns, key=len, reverse=True)
         group = 1
         for found in longest_first:
-            self._found[group] = self._patterns[found], found.count(b"*")
+            self._found[group] = self._patterns[found]
             group += 1 + found.count(b"*")
         # Before a colon it may have to give characters back.
         each = [
@@ -72,8 +72,7 @@ class Router:
         routes, rest = self._routes.get(path), b""
         if routes is None and (found := self._find(path)) is not None:
             group = found.lastindex or 0
-            routes, count = self._found[group]
-            rest = found[group + 1] if count == 1 else b"/".join(found.groups()[group : group + count])
+            routes, rest = self._found[group], found[group + 1]
         if path == b"*" and exchange.method == b"OPTIONS":
             exchange.respond(204, b"", b"", b"Allow: GET, HEAD, POST, DELETE, OPTIONS\r\n")
             return

@@ -45,6 +45,8 @@ logger = logging.getLogger("carpool.http")
 PATH = b"/v1/stream"
 # The streams of a process, a thousand at most, are checked so often: some microseconds each.
 LOOK_S = 1.0
+# The streams of a process in so many parts: checking credentials of all at once would hold up others.
+LOOK_PARTS = 10
 TICKET_S = 60
 TICKET_CHARS_MAX = 16 * 1024
 NONCE_BYTES = 12
@@ -128,7 +130,8 @@ class WebSocketStreams:
         self._allows = allows
         self._open: set[WebSocketStream] = set()
         self._pieces = InferenceAnswers().pieces
-        self._looks = Every(LOOK_S, self.look)
+        self._looks = Every(LOOK_S / LOOK_PARTS, self.look)
+        self._to_look_at: list[WebSocketStream] = []
         self.is_draining = False
         self.turns = intake.turns
 
@@ -172,9 +175,13 @@ class WebSocketStreams:
             self._looks.stop()
 
     def look(self) -> None:
-        """Called by a timer: check all streams (`WebSocketStream.look`)."""
+        """Called by a timer: check a part of the streams each time (`WebSocketStream.look`), all of them in LOOK_S."""
+        if not self._to_look_at:
+            self._to_look_at = list(self._open)
+        number = len(self._open) // LOOK_PARTS + 1
+        part, self._to_look_at = self._to_look_at[:number], self._to_look_at[number:]
         now = self.clock()
-        for stream in list(self._open):
+        for stream in part:
             stream.look(now)
 
     def drain(self) -> None:

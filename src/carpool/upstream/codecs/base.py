@@ -92,11 +92,11 @@ class Codec(Protocol):
 
     def health_path(self, model: str) -> str | None:
         """The page that tells whether the server is well."""
-        return self.health and self.health.format(model=model)
+        return self.health and self.health.replace("{model}", model)
 
     def info_path(self, model: str) -> str | None:
         """The page that tells how many inputs a call may have."""
-        return self.info and self.info.format(model=model)
+        return self.info and self.info.replace("{model}", model)
 
     def batch_max_from_info(self, body: bytes) -> int | None:
         """The most inputs for one call, from what `info_path` answered; None if it does not say."""

@@ -10,7 +10,7 @@
 4. An entry is leased. Leases are renewed while their requests are staged or running, and until their outcome is
    acknowledged; those that are not renewed (their batcher died, or never got to see them) are claimed by any batcher.
 5. An entry that was delivered before may be the one that kills batchers (suspects.py).
-6. Nothing is taken before the fleet has let this process in: until then it does not know which others could serve it.
+6. Nothing is taken before this process has heard of the fleet: until then it does not know who else could serve it.
 """
 
 import asyncio
@@ -67,6 +67,7 @@ from carpool.broker.redis.types import (
     Taken,
 )
 from carpool.core.clock import Clock, monotonic
+from carpool.core.defaults import yes
 from carpool.core.errors import GivenBack, UpstreamDown
 from carpool.core.kept import Kept
 from carpool.core.request import AGAIN, QUEUED, Request
@@ -124,6 +125,8 @@ class Consumer:
         tier_target_s: Sequence[float],
         lease_ms: int = LEASE_MS,
         letter_bounds: LetterBounds,
+        # Whether this process has heard of the fleet. Before that nothing is known of the others.
+        is_fleet_known: Callable[[], bool] = yes,
         clock: Clock = monotonic,
     ) -> None:
         self._steps = steps
@@ -144,6 +147,7 @@ class Consumer:
         self._renew_every_s = lease_ms / 1000 / RENEWALS_A_LEASE
         self._look_every_s = lease_ms / 1000 / LOOKS_A_LEASE
         self._sweeper = Sweeper(steps, letter_bounds, replies.result_ttl_ms, replies.ended)
+        self._is_fleet_known = is_fleet_known
         self._clock = clock
         self._loop = asyncio.get_running_loop()
         self._views = [ShardView(shard) for shard in steps.keys.shards]
@@ -327,7 +331,7 @@ class Consumer:
             self._hand_over()
 
     def _ask_next(self) -> None:
-        if self.unanswered or self.draining:
+        if self.unanswered or self.draining or not self._is_fleet_known():
             return
         budgets = self._budgets()
         if not budgets:
@@ -435,8 +439,6 @@ class Consumer:
         def claimed(view: ShardView, claims: Sequence[Claim], came: Done[Taken], taken: Taken | RedisFailure) -> None:
             if isinstance(taken, Taken):
                 view.suspects = taken.suspects
-                if taken.streams:
-                    self._is_claims_turn = False
                 if is_due_again(claims, for_all, welcome, taken):
                     self._claim_later(view)
             came(taken)
@@ -607,6 +609,8 @@ class Consumer:
             self.taken += len(leased.open)
         else:
             self.claimed += len(leased.open)
+            if leased.open:
+                self._is_claims_turn = False  # what brought something to send goes on
         return model
 
     def _stage_one(self, leased: LeasedEntries, entry: StreamEntry, count: int, now: float, now_ms: int) -> None:

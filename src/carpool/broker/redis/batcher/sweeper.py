@@ -41,6 +41,8 @@ class Sweeper:
         self._letter_bounds = letter_bounds
         self._sweeps = Every(EVERY_S, self.sweep_all)
         self._sweeping: asyncio.Task[None] | None = None
+        # Where to go on, and whether a part before has left something; the shards take turns.
+        self._due: deque[tuple[Shard, bytes, bool]] = deque()
 
     def start(self) -> None:
         """Sweep from now on."""
@@ -54,18 +56,19 @@ class Sweeper:
             self._sweeping.cancel()
 
     def sweep_all(self) -> None:
-        """Tidy up every shard, unless that is under way."""
+        """Tidy up every shard that is not under way."""
+        under_way = {shard for shard, _, _ in self._due}
+        self._due.extend((shard, BEGINNING, False) for shard in self._steps.keys.shards if shard not in under_way)
         if self._sweeping is None or self._sweeping.done():
             self._sweeping = asyncio.create_task(self._sweep())
 
     async def _sweep(self) -> None:
-        loop = asyncio.get_running_loop()
-        # Where to go on, and whether a part before has left something; the shards take turns.
-        due = deque((shard, BEGINNING, False) for shard in self._steps.keys.shards)
+        loop, due = asyncio.get_running_loop(), self._due
         while due:
-            shard, cursor, is_more = due.popleft()
+            shard, cursor, is_more = due[0]  # which stays there until its part is done
             sent_at = loop.time()
             result = await self._sweep_part(shard, cursor)
+            due.popleft()
             if isinstance(result, Swept):
                 is_more = is_more or bool(result.is_more)
                 if result.cursor:
@@ -80,13 +83,13 @@ class Sweeper:
         came: asyncio.Future[Swept | RedisFailure] = asyncio.get_running_loop().create_future()
 
         def swept(result: Swept | RedisFailure) -> None:
+            if not came.done():  # it is when the sweeper was closed
+                came.set_result(result)
             if isinstance(result, RedisFailure):
                 self._ended.failed(shard, result)
             else:
                 self._letter_bounds.note_dropped(result.letters_dropped)
                 self._ended.came(shard, receipt, result.tasks_ended)
-            if not came.done():  # it is when the sweeper was closed
-                came.set_result(result)
 
         self._steps.sweep(shard, cursor, CONSUMER_GONE_MS, letters, (*self._late, receipt), swept)
         return await came

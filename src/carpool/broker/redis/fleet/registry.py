@@ -6,6 +6,7 @@ them, so a process that hangs, or whose machine is cut off, is offline for all o
 
 import logging
 from collections.abc import Callable, Sequence
+from math import inf
 from typing import Any
 
 import msgspec
@@ -66,13 +67,17 @@ class Registry:
         # Called with each view.
         self._heard_view = heard
         # The last view that Redis sent. Empty and long out of date before the first one.
-        self.view = FleetView(float("-inf"), stale_s, (), (), 0)
+        self.view = FleetView(-inf, stale_s, (), (), 0)
         self.failures = 0
         self._every = Every(interval_s, self._beat)
         self._is_asking = False
         # A heartbeat was due while an answer was out.
         self._again = False
         self._left = False
+
+    def has_heard(self) -> bool:
+        """Whether there was a view: before that nothing is known of the others."""
+        return self.view.seen_at > -inf
 
     def is_fresh(self) -> bool:
         """Whether the view is of now."""
@@ -106,11 +111,11 @@ class Registry:
             self._again = True  # the answer, or word that none comes, is near: replies have a time limit
             return
         self._again = False
-        self._is_asking = True
         said, keys = self._describe(), self._keys
         as_gateway = encode_heartbeat(said, with_models=False) if self._role != "batcher" else b""
         as_batcher = encode_heartbeat(said, with_models=True) if self._role != "gateway" else b""
         about = (self._name, as_gateway, as_batcher, b"", KEPT_MS, VALUE_BYTES_MAX)
+        self._is_asking = True  # after all that could fail: nobody else would set it back
         self._nodes.run(HEARTBEAT, keys.fleet_slot, [keys.gateways, keys.batchers], about, self._heard)
 
     def _heard(self, reply: Any) -> None:

@@ -22,7 +22,7 @@ from functools import partial
 import msgspec
 
 from carpool.broker.journal_records import webhooks_full
-from carpool.broker.redis.client.link import Lost, RedisFailure, ignore
+from carpool.broker.redis.client.link import Lost, RedisFailure
 from carpool.broker.redis.client.nodes import Nodes
 from carpool.broker.redis.gateway.entries import NOBODY, header_of, parts_of, stream_of, values_of
 from carpool.broker.redis.gateway.refusals import REFUSALS, error_of, out_of_reach
@@ -65,6 +65,8 @@ class TaskRemovals:
         self._notices = Notices(steps)
         # How many more times to ask for a task that Redis did not know.
         self._doubtful: dict[str, int] = {}
+        # Accepted tasks of which Redis may not know that.
+        self._accepted: set[str] = set()
         # The last ones that were accepted, by shard; and the shards that were in reach when that was looked at.
         self._lately: defaultdict[Shard, deque[str]] = defaultdict(lambda: deque(maxlen=LATELY_MAX))
         self._up: set[Shard] = set()
@@ -75,15 +77,23 @@ class TaskRemovals:
         """Tell Redis that these tasks, of one shard, are accepted: they may have outcomes."""
         shard = self._steps.keys.shard_of_task(task_ids[0])
         self._lately[shard].extend(task_ids)
-        self._steps.accept_tasks(shard, task_ids, ignore)
+        self._tell(shard, task_ids)
 
     def nodes_changed(self) -> None:
         """A server was lost, or one is there again."""
         up = {shard for shard in self._steps.keys.shards if self._steps.nodes.is_up(shard.slot)}
         for shard in up - self._up:
             if shard in self._lately:
-                self._steps.accept_tasks(shard, list(self._lately[shard]), ignore)
+                self._tell(shard, list(self._lately[shard]))
         self._up = up
+
+    def _tell(self, shard: Shard, task_ids: Sequence[str]) -> None:
+        self._steps.accept_tasks(shard, task_ids, partial(self._said, task_ids))
+
+    def _said(self, task_ids: Sequence[str], found: int | RedisFailure) -> None:
+        if isinstance(found, RedisFailure) and len(self._accepted) < DOUBTFUL_MAX:  # beyond, UNSURE_S does it
+            self._accepted.update(task_ids)
+            self._tries.start()
 
     def remove(
         self,
@@ -126,13 +136,21 @@ class TaskRemovals:
     def close(self) -> None:
         """Give up."""
         self._doubtful.clear()
+        self._accepted.clear()
         self._tries.stop()
 
     def _try(self) -> None:
         for task_id in self._doubtful:
             if self._steps.nodes.is_up(self._steps.keys.shard_of_task(task_id).slot):
                 self.remove(task_id, partial(self._tried, task_id), was_refused=True)
-        if not self._doubtful:
+        accepted: defaultdict[Shard, list[str]] = defaultdict(list)
+        for task_id in self._accepted:
+            accepted[self._steps.keys.shard_of_task(task_id)].append(task_id)
+        for shard, task_ids in accepted.items():
+            if self._steps.nodes.is_up(shard.slot):
+                self._accepted.difference_update(task_ids)
+                self._tell(shard, task_ids)
+        if not self._doubtful and not self._accepted:
             self._tries.stop()
 
     def _tried(self, task_id: str, found: bool | RedisFailure) -> None:

@@ -37,7 +37,7 @@ local function stored_bytes()
 end
 
 -- Forget a task. The batcher that finished it may not know yet that it did, and ask again: `ended` tells it.
-local READ, FINISHER_KEPT_MS = PREFIX .. 'read', 30000
+local READ, FINISHER_KEPT_MS = PREFIX .. 'was-read', 30000
 local function drop_task(task, ended, counted)
   redis.call('DEL', task)
   redis.call('ZREM', READ, string.sub(task, #task_of('') + 1))
