@@ -5,8 +5,8 @@
    written, the gateway reads nothing more from the stream, so that what a stream holds is bounded.
 3. A client that has sent its last still gets all its answers; then the stream ends.
 4. The end of a stream, whatever the reason, cancels all of its requests.
-5. A message that cannot be parsed, or an id that is in flight already, ends the stream: the ids of later answers would be
-   ambiguous. A fault in one request is the answer to that request alone.
+5. A message that cannot be parsed, or an id that is in flight already, ends the stream: the ids of later answers
+   would be ambiguous. Any other fault in one request is the answer to that request alone.
 6. At a drain nothing more is read; what came is answered, then the stream ends with UNAVAILABLE.
 7. A message with many requests is taken over some turns of the event loop, of which all streams together have a part.
 
