@@ -235,11 +235,12 @@ def test_an_answer_repeated_while_the_next_call_is_under_way_is_given_to_nobody(
 
     async def main() -> None:
         async with endpoint_of(repeat, way, certificates) as (endpoint, upstream):
-            for number in range(5):
-                await ask_for_own(endpoint, f"{LONG} {number}")
-                with pytest.raises(ConnectionWasDeadError, match="the one to the call before"):
-                    await ask(endpoint, f"{LONG} {number} doubted")
-            assert upstream.connections == 5
+            await ask_for_own(endpoint, f"{LONG} 0")
+            with pytest.raises(ConnectionWasDeadError, match="the one to the call before"):
+                await ask(endpoint, f"{LONG} 1")
+            # From now on each call has a connection of its own.
+            await ask_for_own(endpoint, *(f"{LONG} {number}" for number in range(1, 10)))
+            assert upstream.connections == 10
 
     run(main())
 
@@ -251,7 +252,8 @@ def test_an_upstream_that_answers_all_calls_alike_is_believed_after_a_second_loo
 
     async def main() -> None:
         async with endpoint_of(stub) as (endpoint, upstream):
-            await ask(endpoint, "a")
+            for _ in range(2):
+                await ask(endpoint, "a")  # the same call may have the same answer
             with pytest.raises(ConnectionWasDeadError, match="the one to the call before"):
                 await ask(endpoint, "b")
             for text in "bcdef":
@@ -259,6 +261,19 @@ def test_an_upstream_that_answers_all_calls_alike_is_believed_after_a_second_loo
             assert (endpoint.stray_answers, upstream.connections) == (0, 2)
 
     run(main())
+
+
+async def test_a_long_call_that_is_refused_early_has_its_error() -> None:
+    """The server closes with much of the call unread, which is a reset."""
+
+    async def script(call: RawCall) -> None:
+        await call.send(b"HTTP/1.1 413 Too Large\r\n\r\nno")
+        await asyncio.sleep(0.02)
+        call.reset()
+
+    async with endpoint_of(script) as (endpoint, _):
+        answer = await endpoint.post(call_with("x" * 1000), 5.0)
+        assert (answer.status, answer.body) == (413, b"no")
 
 
 async def test_an_answer_behind_the_repeated_one_tells_of_it_when_the_connection_rests() -> None:

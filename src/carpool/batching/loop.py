@@ -8,8 +8,8 @@ Slots that took their batches together become free together, and none becomes fr
 the first request in the order waits up to 200 ms, not 6. So when more waits than the slots can take, batches leave a
 little apart, at SPREAD of the even pace: after a few calls the slots are spread out, and lose nothing after that. Where
 calls take now long, now short, slots become free apart in any case, and that would cost them time again and again: so
-batches leave apart for APART_CALLS of every APART_EVERY calls. And no slot stands idle for it longer than `max_wait_s`
-at a time.
+it is done while calls take about the same time, for APART_CALLS of every APART_EVERY calls. And no slot stands idle for
+it longer than `max_wait_s` at a time.
 
 Bytes are bounded too: those of a batch, and those of all batches that run. While there is no room for one more batch,
 no slot counts as free; an outcome makes room, and notifies the loop.
@@ -43,9 +43,10 @@ GAP_WEIGHT = 0.3
 # The same for the mean size of batches that left while other requests still waited; and by how much it goes back to the
 # largest with each batch that left no request behind, for then nothing is known of it.
 SIZE_WEIGHT, SIZE_DRIFT = 0.1, 0.02
-# So many batches must have ended before batches leave apart; then they do for the time of so many calls, of so many.
-APART_AFTER = 8
-APART_CALLS, APART_EVERY = 5, 50
+# So many batches must have ended before batches leave apart; then they do for the time of so many calls, of so many,
+# while calls take no more than such a share longer or shorter than the mean.
+APART_AFTER, REGULAR_SHARE = 8, 0.2
+APART_CALLS, APART_EVERY = 5, 10
 TIMER_S_MIN = 0.001
 # How far apart batches leave while more waits than the slots can take, in parts of the even pace.
 SPREAD = 0.9
@@ -143,6 +144,8 @@ class BatchLoop:
         self.in_flight_bytes_max = in_flight_bytes_max
         self.policy = policy
         self.service_s = SERVICE_S_PRIOR
+        # By how much calls take more or less than that.
+        self._deviation_s = 0.0
         # The same by size, of the last second: where calls take now long, now short, ten of them say little of the
         # capacity.
         self._times = CallTimes(SERVICE_S_PRIOR)
@@ -378,7 +381,8 @@ class BatchLoop:
     def _is_kept_back(self, now: float) -> bool:
         """Whether the next batch leaves later, so that slots do not become free together."""
         is_apart = now - self._apart_from < APART_CALLS * self.service_s
-        return is_apart and now < self._next_time() and not self.draining
+        is_regular = self._deviation_s < REGULAR_SHARE * self.service_s
+        return is_apart and is_regular and now < self._next_time() and not self.draining
 
     def _next_time(self) -> float:
         """When the next batch may leave."""
@@ -443,6 +447,7 @@ class BatchLoop:
             return
         if not self._times.ended:
             self.service_s = seconds
+        self._deviation_s += SERVICE_WEIGHT * (abs(seconds - self.service_s) - self._deviation_s)
         self.service_s += SERVICE_WEIGHT * (seconds - self.service_s)
         weight = min(SERVICE_WEIGHT, self.service_s / (STEADY_S * max(1, self._slots.total())))
         self._times.seen(size, self.max_batch, seconds, weight)

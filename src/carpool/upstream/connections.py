@@ -16,9 +16,10 @@ An answer of HTTP/1.1 carries no id: it belongs to the last call on its connecti
 7. A connection is used again only after an answer that was read whole and did not end it. One that has rested for
    `KEEPALIVE_S` is closed.
 8. A server may repeat an answer while the next call is under way: that call would get it, the call after that the next
-   one, and so on. So outputs that are those of the call before on the connection, again, are in doubt, and the call is
-   made once more on a connection of its own. If the outputs are the same there, the server does say so (a stub, a model
-   that says little), and for `CAUGHT_S` nothing is doubted. Short outputs are not compared: "yes" is a common one.
+   one, and so on. So outputs that are those of the call before on the connection, which was another, are in doubt: the
+   call is made once more, and as in rule 5 each call has a connection of its own. If the outputs are the same there,
+   the server does say so (a stub, a model that says little): for `CAUGHT_S` nothing is doubted. Short outputs are not
+   compared: "yes" is a common one.
 """
 
 import asyncio
@@ -60,8 +61,9 @@ COMPARED_BYTES_MIN, END_BYTES = 64, 4096
 ADDRESSES_S = 10.0
 _EMPTY_LINES = b"\r\n"
 
-# What outputs were like: their size, and their ends.
+# What inputs or outputs were like: their size, and their ends.
 Fingerprint = tuple[int, int, int]
+NOTHING: Fingerprint = (0, 0, 0)
 
 
 class UpstreamConnection(asyncio.Protocol):
@@ -80,8 +82,8 @@ class UpstreamConnection(asyncio.Protocol):
         self._poll = select.poll()
         # Calls so far, with the one under way.
         self._calls = 0
-        # What the last outputs on it were like (rule 8).
-        self._answer: Fingerprint | None = None
+        # What the last inputs and outputs on it were like (rule 8).
+        self._exchange: tuple[Fingerprint, Fingerprint] | None = None
         # Has its result when the call under way is over, None if it failed; None while the connection rests.
         self._answered: asyncio.Future[UpstreamResponse | None] | None = None
         # Has its result when the transport takes more; None while it does.
@@ -99,7 +101,8 @@ class UpstreamConnection(asyncio.Protocol):
         self._calls += 1
         self._body_bytes_max = body_bytes_max
         self._is_heard = self._has_head = self._is_framed = self._is_whole = self._keeps_alive = False
-        self._fault, self._is_doubted, self._has_inputs = "", False, bool(parts)
+        self._fault, self._is_doubted = "", False
+        self._inputs = fingerprint_of(parts[0], parts[-1]) if parts else NOTHING
         self._status = 0
         self._load: float | None = None
         self._body: list[bytes] = []
@@ -190,9 +193,9 @@ class UpstreamConnection(asyncio.Protocol):
                 self._end(None)
                 return
         body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
-        if self._has_inputs and 200 <= self._status < 300 and len(body) >= COMPARED_BYTES_MIN:
-            before, self._answer = self._answer, (len(body), hash(body[:END_BYTES]), hash(body[-END_BYTES:]))
-            if self._server.is_doubtful(self._answer, before):
+        if self._inputs is not NOTHING and 200 <= self._status < 300 and len(body) >= COMPARED_BYTES_MIN:
+            before, self._exchange = self._exchange, (self._inputs, fingerprint_of(body))
+            if self._server.is_doubtful(self._exchange, before):
                 self._is_doubted = True
                 self._fault = "the answer is the one to the call before, again"
                 self._end(None)
@@ -206,7 +209,8 @@ class UpstreamConnection(asyncio.Protocol):
         self._server.forget(self)
         if self._answered is None:
             return
-        if exc is None and self._has_head and not self._is_framed:
+        # An error may break off: its server has refused a long request, and reads no more of it.
+        if self._has_head and (self._status >= 400 or (exc is None and not self._is_framed)):
             self._ended(has_more=False)
         else:
             self._fault = f"the call broke off ({type(exc).__name__ if exc else 'closed by the other side'})"
@@ -309,13 +313,14 @@ class ServerConnections:
         self.load_header = load_header.lower().encode()
         # Connections that were cut off because of stray bytes.
         self.stray = 0
-        self._caught_until = self._complained_at = self._says_same_until = -inf
+        self._caught_until = self._complained_at = self._says_same_until = self._alone_until = -inf
         # The last outputs that were in doubt (rule 8).
         self._doubted: Fingerprint | None = None
         # Its addresses, until when they are known, and the question for them that is out.
         self._addresses: Sequence[AddrInfoType] = address_of(self._host, self._port)
-        self._known_until = inf if self._addresses else -inf
-        self._asked: asyncio.Task[Sequence[AddrInfoType]] | None = None
+        self._is_address = bool(self._addresses)
+        self._known_until = -inf
+        self._asked: asyncio.Task[None] | None = None
         # The one that has rested longest first.
         self._resting: list[UpstreamConnection] = []
         self._old_timer: asyncio.TimerHandle | None = None
@@ -338,7 +343,11 @@ class ServerConnections:
             _, connection = await loop.create_unix_connection(make, self._unix_socket)
         else:
             addresses = random.sample(known := await self._find(), len(known))  # a name may stand for several servers
-            sock = await start_connection(addresses, happy_eyeballs_delay=NEXT_ADDRESS_S)
+            try:
+                sock = await start_connection(addresses, happy_eyeballs_delay=NEXT_ADDRESS_S)
+            except OSError:
+                self._known_until = -inf  # the name may have moved
+                raise
             host = self._host.rstrip(".") if tls else None  # certificates are for names without the last dot
             _, connection = await loop.create_connection(make, sock=sock, ssl=tls, server_hostname=host)
         # A server that speaks first answers no call: that is read before the call is written. TLS may have unread bytes
@@ -356,32 +365,37 @@ class ServerConnections:
     async def _find(self) -> Sequence[AddrInfoType]:
         """The server's addresses. One question at a time: while names do not resolve, each would hold a thread."""
         loop = asyncio.get_running_loop()
-        if loop.time() >= self._known_until:
+        if not self._is_address and loop.time() >= self._known_until:
             if self._asked is None or self._asked.done():
                 self._asked = loop.create_task(self._resolve())
                 self._asked.add_done_callback(_look_at)
-            self._addresses = await asyncio.shield(self._asked)
-            self._known_until = loop.time() + ADDRESSES_S
+            await asyncio.shield(self._asked)
         return self._addresses
 
-    async def _resolve(self) -> Sequence[AddrInfoType]:
-        return await asyncio.get_running_loop().getaddrinfo(self._host, self._port, type=SOCK_STREAM)
+    async def _resolve(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._addresses = await loop.getaddrinfo(self._host, self._port, type=SOCK_STREAM)
+        self._known_until = loop.time() + ADDRESSES_S
 
-    def is_doubtful(self, answer: Fingerprint, before: Fingerprint | None) -> bool:
-        """Whether outputs on a connection that had these before may be those, again (rule 8)."""
+    def is_doubtful(
+        self, exchange: tuple[Fingerprint, Fingerprint], before: tuple[Fingerprint, Fingerprint] | None
+    ) -> bool:
+        """Whether the outputs of a call, on a connection that had another before, may be those of that (rule 8)."""
         now = asyncio.get_running_loop().time()
-        if before is None and answer == self._doubted:  # on a connection of its own: the endpoint does say so
-            self._doubted, self._says_same_until = None, now + CAUGHT_S
-        if answer != before or now < self._says_same_until:
+        if before is None:  # on a connection of its own
+            if exchange[1] == self._doubted and now < self._alone_until:
+                self._alone_until, self._says_same_until = -inf, now + CAUGHT_S
             return False
-        self._doubted = answer
+        if exchange[1] != before[1] or exchange[0] == before[0] or now < self._says_same_until:
+            return False
+        self._doubted, self._alone_until = exchange[1], now + CAUGHT_S
         return True
 
     def rests(self, connection: UpstreamConnection) -> None:
         """A call is over, and another may have its connection."""
         loop = asyncio.get_running_loop()
         connection.rests_since = loop.time()
-        if self._is_closed or connection.rests_since < self._caught_until:
+        if self._is_closed or connection.rests_since < max(self._caught_until, self._alone_until):
             connection.abort()
             return
         self._resting.append(connection)
@@ -425,6 +439,12 @@ class ServerConnections:
             self._old_timer = loop.call_at(self._resting[0].rests_since + KEEPALIVE_S, self._close_old)
 
 
+def fingerprint_of(first: Data, last: Data | None = None) -> Fingerprint:
+    """What a text is like; of one in parts the first and the last are enough."""
+    last = first if last is None else last
+    return (len(first) + len(last), hash(bytes(first[:END_BYTES])), hash(bytes(last[-END_BYTES:])))
+
+
 def address_of(host: str, port: int | None) -> Sequence[AddrInfoType]:
     """A host that is an address needs no look at names; () for any other."""
     try:
@@ -436,7 +456,7 @@ def address_of(host: str, port: int | None) -> Sequence[AddrInfoType]:
     return [(AF_INET6, SOCK_STREAM, 0, "", (host, port or 0, 0, 0))] if "%" not in host else ()
 
 
-def _look_at(asked: "asyncio.Task[Sequence[AddrInfoType]]") -> None:
+def _look_at(asked: "asyncio.Task[None]") -> None:
     """Those who wait get the failure; but they may all have left, and then it must not be logged."""
     if not asked.cancelled():
         asked.exception()

@@ -296,12 +296,10 @@ class UpstreamDispatcher:
                 return
         traces = self._traces
         traced = None
+        if traces is not None:
+            is_search = call.job.search is not None
+            traced = traces.call_begins(call.members, call.member.name, call.attempt, call.began, is_search=is_search)
         try:
-            if traces is not None:
-                is_search = call.job.search is not None
-                traced = traces.call_begins(
-                    call.members, call.member.name, call.attempt, call.began, is_search=is_search
-                )
             event: Event = await self._post(call, traced)
         except asyncio.CancelledError:  # by `finish`: tasks are left to the next process
             event = Broke(call, leaving())

@@ -158,7 +158,7 @@ class Job:
     """Requests that are sent together, and what became of their calls so far."""
 
     __slots__ = (
-        "attempt", "dead_in_a_row", "ended", "failures", "group", "is_paid", "last", "latest", "members", "paid_s",
+        "attempt", "dead_in_a_row", "ended", "failures", "group", "is_paid", "last", "members", "paid_s",
         "ready_at", "search", "started",
     )  # fmt: skip
 
@@ -171,9 +171,8 @@ class Job:
         # The failures after which another endpoint was asked, and the last failure of all.
         self.failures: list[tuple[EndpointState, Failure]] = []
         self.last: Failure | None = None
-        # When it may be sent again; and the last deadline of its members, when that was decided.
+        # When it may be sent again.
         self.ready_at = now
-        self.latest = inf
         # The search of which this is a step, and the group that is sent.
         self.search: Search | None = None
         self.group = Slice(0, 0)
@@ -523,6 +522,11 @@ class Scheduler:
         live = [each for each in requests if each.phase != DONE and each.deadline > now]
         return [each for each in live if each not in decided] if decided else live
 
+    def _is_any_live(self, requests: Iterable[Request]) -> bool:
+        """Whether `live` would find any: most often the first is, and many jobs may be looked at with each event."""
+        now, decided = self._now, self._decided
+        return any(each.phase != DONE and each.deadline > now and each not in decided for each in requests)
+
     def give_up_all(self) -> list[Request]:
         """This process leaves: forget what waits, and say which requests that were."""
         left = [request for job in self._retries for request in job.members]
@@ -776,7 +780,7 @@ class Scheduler:
         pause_s = 0.0 if is_free else pause_before(attempt, self._backoff_s, self._random_share())
         may_go = attempt <= self._attempts and pause_s < self._time_left(job)
         if may_go and (is_free or self._budget.take(self._now)):
-            job.ready_at, job.latest = self._now + pause_s, self._now + self._time_left(job)
+            job.ready_at = self._now + pause_s
             self._retries.append(job)
         else:
             self._over(job, job.last or out_of_time())
@@ -857,7 +861,7 @@ class Scheduler:
         for job in list(self._retries):
             if job.ready_at > self._now:
                 continue
-            if job.latest <= self._now:
+            if not self._is_any_live(job.members):
                 self._retries.remove(job)
                 self._over(job, job.last or out_of_time())
                 continue

@@ -132,6 +132,7 @@ class WebSocketStreams:
         self._pieces = InferenceAnswers().pieces
         self._looks = Every(LOOK_S / LOOK_PARTS, self.look)
         self._to_look_at: list[WebSocketStream] = []
+        self._a_part = 1
         self.is_draining = False
         self.turns = intake.turns
 
@@ -178,8 +179,8 @@ class WebSocketStreams:
         """Called by a timer: check a part of the streams each time (`WebSocketStream.look`), all of them in LOOK_S."""
         if not self._to_look_at:
             self._to_look_at = list(self._open)
-        number = len(self._open) // LOOK_PARTS + 1
-        part, self._to_look_at = self._to_look_at[:number], self._to_look_at[number:]
+            self._a_part = len(self._open) // LOOK_PARTS + 1
+        part, self._to_look_at = self._to_look_at[: self._a_part], self._to_look_at[self._a_part :]
         now = self.clock()
         for stream in part:
             stream.look(now)

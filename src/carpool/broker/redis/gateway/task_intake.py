@@ -67,6 +67,7 @@ class TaskRemovals:
         self._doubtful: dict[str, int] = {}
         # Accepted tasks of which Redis may not know that.
         self._accepted: set[str] = set()
+        self._is_closed = False
         # The last ones that were accepted, by shard; and the shards that were in reach when that was looked at.
         self._lately: defaultdict[Shard, deque[str]] = defaultdict(lambda: deque(maxlen=LATELY_MAX))
         self._up: set[Shard] = set()
@@ -91,7 +92,8 @@ class TaskRemovals:
         self._steps.accept_tasks(shard, task_ids, partial(self._said, task_ids))
 
     def _said(self, task_ids: Sequence[str], found: int | RedisFailure) -> None:
-        if isinstance(found, RedisFailure) and len(self._accepted) < DOUBTFUL_MAX:  # beyond, UNSURE_S does it
+        has_room = not self._is_closed and len(self._accepted) < DOUBTFUL_MAX  # beyond, UNSURE_S does it
+        if isinstance(found, RedisFailure) and has_room:
             self._accepted.update(task_ids)
             self._tries.start()
 
@@ -137,6 +139,7 @@ class TaskRemovals:
         """Give up."""
         self._doubtful.clear()
         self._accepted.clear()
+        self._is_closed = True
         self._tries.stop()
 
     def _try(self) -> None:
