@@ -595,14 +595,14 @@ class TestBytes:
         with pytest.raises(redis.ResponseError, match=r"^STOREFULL"):
             shard.submit("a:t0", [b"x" * 3000], tasks=["m"], **bound)
         assert self.kept(shard, "abcdefgh") == "acegh"  # whose results nobody has read
-        assert shard.client.zcard(shard.shard.prefix + b"read") == 0
+        assert shard.client.zcard(shard.shard.prefix + b"was-read") == 0
 
     def test_what_is_forgotten_or_over_is_not_looked_at_again(self, shard: ShardBench) -> None:
         self.finished(shard, *"abc")
         assert shard.was_read(*"abc") == 3
         assert shard.forget("a")
-        assert {b"b", b"c"} == set(shard.client.zrange(shard.shard.prefix + b"read", 0, -1))
-        assert 0 < shard.client.pttl(shard.shard.prefix + b"read") <= 2 * 600_000
+        assert {b"b", b"c"} == set(shard.client.zrange(shard.shard.prefix + b"was-read", 0, -1))
+        assert 0 < shard.client.pttl(shard.shard.prefix + b"was-read") <= 2 * 600_000
         shard.now = START_MS + 10**7
         assert shard.was_read("a") == 0
         shard.sweep()

@@ -19,7 +19,7 @@ from carpool.face.http.router import Router
 from carpool.face.http.server import HttpServer
 from carpool.face.http.state import HttpLimits
 from carpool.face.http.stream import StreamLimits
-from carpool.face.http.streams import PATH, Tickets, WebSocketStreams
+from carpool.face.http.streams import LOOK_PARTS, PATH, Tickets, WebSocketStreams
 from carpool.face.intake import Intake, IntakeSettings, ServedModel
 from carpool.testing import FakeClock, FakeUpstream, make_output
 from carpool.upstream.pool import Pool
@@ -124,7 +124,8 @@ class StreamStand:
     def pass_time(self, seconds: float) -> None:
         """Let time pass, and the streams be looked at."""
         self.clock.advance(seconds)
-        self.streams.look()
+        for _ in range(LOOK_PARTS + 1):  # the part that was due, and all
+            self.streams.look()
 
     @property
     def is_clean(self) -> bool:

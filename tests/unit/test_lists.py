@@ -26,6 +26,7 @@ from carpool.face.http.lists import Answers, ListCall, ListFace, Singles, Work
 from carpool.face.http.openai import CompletionsFace, as_base64, openai_limit_lines
 from carpool.face.intake import ServedModel
 from carpool.testing import make_output, make_request
+from support.processes import until
 
 
 class NoteTaker:
@@ -131,6 +132,7 @@ async def test_a_long_answer_leaves_in_parts_as_it_is_read() -> None:
     values = numbers(5000, 1000)
     desk = Desk(len(values), room=3)
     desk.come(values)
+    await until(lambda: desk.sink.parts == 3)
     await desk.turns()
     assert desk.sink.parts == 3 and not desk.sink.is_ended  # nobody reads on
     held = desk.answers.held
@@ -139,7 +141,7 @@ async def test_a_long_answer_leaves_in_parts_as_it_is_read() -> None:
     desk.sink.room = 10**6
     desk.exchange.worker.writable(desk.exchange)
     was_ended = desk.sink.is_ended
-    await desk.turns(200)
+    await until(lambda: desk.sink.is_ended)
     assert (was_ended, desk.sink.is_ended, desk.answers.held) == (False, True, 0)  # a turn writes so much
     assert [b"%d" % number for number in json.loads(desk.sink.written)] == values
 
