@@ -249,3 +249,9 @@ async def test_a_name_is_asked_for_once_and_an_address_never(monkeypatch: pytest
             answers = await asyncio.gather(*(endpoint.post(call_with("a"), TIMEOUT_S) for _ in range(8)))
             assert ([answer.body for answer in answers], asked) == ([b"ok"] * 8, questions)
             await endpoint.close()
+    gone = HttpEndpoint(upstream.url.replace("127.0.0.1", "localhost"), 1, BYTES_MAX)
+    for _ in range(2):  # who cannot be reached may have moved
+        with pytest.raises(AttemptFailedError, match="no connection"):
+            await gone.post(call_with("a"), TIMEOUT_S)
+    assert asked == 3
+    await gone.close()

@@ -292,3 +292,20 @@ def test_one_that_is_late_for_a_step_of_a_search_is_told() -> None:
     play.clock.advance(0.0101)
     play.end_call(0, "answered")
     play.finish()
+
+
+def test_a_retry_for_clients_that_have_left_is_given_up() -> None:
+    """It waited for another endpoint's slot, and kept the slot of the one that had failed, until its last deadline."""
+    play = Play([1, 1], 1, others=None)
+    for _ in range(2):
+        play.send(8)
+    play.end_call(0, 503)
+    assert play.scheduler.running == 1
+    for request in play.requests:
+        if not any(request in call.members for call in play.calls):
+            request.phase = DONE
+    play.waiting.clear()
+    play.clock.advance(0.2)
+    play.tell(Tick())
+    assert play.scheduler.running == 0
+    play.finish()
