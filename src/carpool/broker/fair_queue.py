@@ -10,17 +10,20 @@
 4. While one owner alone waits, the line is a plain deque: no tags. Nor are there any while all that waits goes into
    one batch: what others sent is sorted by owner when a batch is taken that leaves some of it.
 5. Requests that were put back go before all others: they have been paid for.
-6. The line's place among lines is that of its longest-waiting request, whichever goes next: sharing inside a line takes
+6. A request may be taken out of its turn (`charge`): its owner pays for it at once, and it stays in the line like those
+   that were settled while they waited. Nobody meets either again.
+7. The line's place among lines is that of its longest-waiting request, whichever goes next: sharing inside a line takes
    nothing from other lines, and gives them nothing.
 """
 
 from collections import deque
 from collections.abc import Iterable
 from heapq import heappop, heappush, heapreplace
+from itertools import chain, islice
 from math import inf
 
 from carpool.broker.queue_stats import COST_BYTES, WaitingCount, count_out
-from carpool.core.request import DONE, QUEUED, RUNNING, Request
+from carpool.core.request import QUEUED, RUNNING, Request
 
 # The tags of so many owners with nothing waiting may be kept, beside as many as wait.
 KEPT_MIN = 64
@@ -53,7 +56,7 @@ class BatchBuilder:
         moved_bytes = dead = 0
         while queue and room and bytes_left >= 0:
             request = popleft()
-            if request.phase == DONE:
+            if request.phase != QUEUED:
                 dead += 1
                 continue
             if request.place > bound:
@@ -241,7 +244,29 @@ class FairQueue:
             number, size = number + more, size + more_bytes
         return number, size
 
-    def rebuild(self, leaving: Request) -> None:
+    def newcomers(self, since: float, most: int) -> list[Request]:
+        """Requests whose turn is near though they came after `since`: of owners that have none from before it."""
+        if self.mixed:
+            self._share()
+        found: list[Request] = []
+        # The first of a heap are about the smallest of it.
+        for _, _, backlog in self._turns[:most]:
+            if (first := self._first_in(backlog)) is not None and first.arrived > since:
+                found += islice(chain((first,), backlog.more or ()), most - len(found))
+        if not self.is_shared and (head := self._first_of(self.plain)) is not None and head.arrived > since:
+            found += islice(self.plain, most)
+        return [request for request in found if request.phase == QUEUED]
+
+    def charge(self, request: Request) -> None:
+        """A request that waits here is taken out of its turn."""
+        if self.mixed:
+            self._share()
+        if (backlog := self._backlogs.get(request.owner)) is not None:
+            cost = 1.0 + request.size / COST_BYTES
+            backlog.start += cost
+            self._virtual += cost / len(self._turns)
+
+    def rebuild(self, leaving: Request | None = None) -> None:
         """Remove all the dead, and one that is about to be settled."""
         self.back = living(self.back, leaving)
         self.plain = living(self.plain, leaving)
@@ -288,10 +313,10 @@ class FairQueue:
         while builder.room and turns:
             start, _, backlog = turns[0]
             request = backlog.first
-            if (request is None or request.phase == DONE) and (request := self._first_in(backlog)) is None:
-                heappop(turns)
-                self._forget(backlog)
-                continue
+            if request is None or request.phase != QUEUED or start < backlog.start:
+                if (request := self._next_shared()) is None:
+                    break
+                start, _, backlog = turns[0]
             if bound < inf and ((longest := self._longest_shared()) is None or longest.place > bound):
                 break
             if not builder.accepts(request):
@@ -312,6 +337,21 @@ class FairQueue:
                 heapreplace(turns, (backlog.start, self._serial, backlog))
         self._size -= number
         return number, moved_bytes
+
+    def _next_shared(self) -> Request | None:
+        """The first request of the owner with the smallest tag, who is then the first of `_turns`."""
+        turns = self._turns
+        while turns:
+            start, _, backlog = turns[0]
+            if start < backlog.start:  # it was charged for one out of its turn
+                self._serial += 1
+                heapreplace(turns, (backlog.start, self._serial, backlog))
+            elif (request := self._first_in(backlog)) is not None:
+                return request
+            else:
+                heappop(turns)
+                self._forget(backlog)
+        return None
 
     def _fits(self, builder: BatchBuilder, bound: float) -> bool:
         """Whether all that waits, of whichever owners, goes into this batch: then there is nothing to share."""
@@ -390,7 +430,7 @@ class FairQueue:
     def _first_of(self, queue: deque[Request]) -> Request | None:
         """The first that lives; the dead before it go."""
         while queue:
-            if queue[0].phase != DONE:
+            if queue[0].phase == QUEUED:
                 return queue[0]
             queue.popleft()
             self.dead -= 1
@@ -398,13 +438,13 @@ class FairQueue:
 
     def _first_in(self, backlog: Backlog) -> Request | None:
         """The same, of one owner."""
-        while (request := backlog.first) is not None and request.phase == DONE:
+        while (request := backlog.first) is not None and request.phase != QUEUED:
             backlog.first = backlog.more.popleft() if backlog.more else None
             self.dead -= 1
             self._size -= 1
         return request
 
 
-def living(queue: Iterable[Request], leaving: Request) -> deque[Request]:
+def living(queue: Iterable[Request], leaving: Request | None) -> deque[Request]:
     """The queue without settled requests, and without one that is about to be settled."""
     return deque(request for request in queue if request.phase == QUEUED and request is not leaving)

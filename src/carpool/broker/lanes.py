@@ -11,16 +11,29 @@
 3. A batch is bounded in bytes too: it ends before the request with which it would have too many. No request
    overtakes that one. The first is taken however large it is, so that the lane gets shorter, unless there is no
    room for it at all.
+4. Batches that fit (`by_size`), while FIT_MIN batches or more wait: the first in the order goes, always. With it go
+   newcomers of its line, unless they are NOT_LARGER times as large: requests of owners who have none waiting from before
+   the last batch in order. All other places go to requests of similar size, wherever they wait (`size_index.py`). If the
+   first came after the last batch in order, and the last batch was by size, this one is in order. So those who waited
+   when a batch left in order go before the next such one; and whom the order prefers (its owner sends little, its tier
+   is high) is passed over by a batch or two. What is taken by size stays in its line like the dead. It must not be
+   there when it may wait again: `forget_sizes` comes before `put_back`.
 """
 
+from collections.abc import Iterable
+from itertools import chain
 from math import inf
 from typing import Any
 
 from carpool.broker.fair_queue import BatchBuilder, FairQueue
 from carpool.broker.queue_stats import WaitingCount
+from carpool.broker.size_index import SizeIndex
 from carpool.core.request import APART, QUEUED, Request
 
 REBUILD_DEAD_MIN = 64
+# Rule 4: with fewer batches waiting there is little to choose from; and how many times as large the next may be.
+FIT_MIN = 2
+NOT_LARGER = 2
 # With `strict`, what a tier adds to the place by which lanes are compared: more seconds than any clock counts.
 STRICT_STEP_S = 1e9
 # The most credit that is saved up.
@@ -106,8 +119,11 @@ class Lane:
     """Requests of one model with the same lane key."""
 
     __slots__ = (
+        "_in_order_at",
+        "_is_in_order",
         "_lines",
         "_ranks",
+        "_sizes",
         "_stats_by_tier",
         "_tiers",
         "arrivals",
@@ -135,6 +151,10 @@ class Lane:
         # One line each, as `ranks` has them.
         self._stats_by_tier = ranks.stats_by_tier
         self._lines = [FairQueue() for _ in ranks.stats_by_tier]
+        # Rule 4: what waits by size, while that is used; when the last batch left in order, and whether the last did.
+        self._sizes: SizeIndex | None = None
+        self._in_order_at = -inf
+        self._is_in_order = False
 
     def __repr__(self) -> str:
         return f"<Lane {self.model} waiting={self.waiting} dead={sum(line.dead for line in self._lines)}>"
@@ -172,6 +192,8 @@ class Lane:
             line.mixed.append(request)
         else:
             line.add(request)
+        if self._sizes is not None:
+            self._sizes.add(request)
 
     def put_back(self, request: Request) -> None:
         """Let a request that was taken wait again, before those behind it: it has waited already."""
@@ -196,6 +218,13 @@ class Lane:
         line.dead += 1
         if line.dead > REBUILD_DEAD_MIN and line.dead > self.waiting:
             line.rebuild(request)
+
+    def forget_sizes(self) -> None:
+        """Choose in order again: nothing that was taken is in a line any more."""
+        if self._sizes is not None:
+            self._sizes = None
+            for line in self._lines:
+                line.rebuild()
 
     def oldest(self) -> float:
         """When the longest-waiting request arrived."""
@@ -223,25 +252,65 @@ class Lane:
         return [request for line in self._lines for request in line.requests()]
 
     def take(
-        self, count: int, now: float, bytes_max: float = inf, room_bytes: float = inf
+        self, count: int, now: float, bytes_max: float = inf, room_bytes: float = inf, *, by_size: bool = False
     ) -> tuple[list[Request], list[Request]]:
-        """Remove up to `count` in order, and with them those whose deadline has passed, which do not count.
+        """Remove up to `count`, and with them those whose deadline has passed, which do not count.
 
-        At most `bytes_max` bytes together; a larger one comes alone, if it has not more than `room_bytes`.
+        In order; or, `by_size`, the first in the order and others of similar size. At most `bytes_max` bytes together;
+        a larger one comes alone, if it has not more than `room_bytes`.
         """
         builder = BatchBuilder(now, min(bytes_max, room_bytes), room_bytes)
+        if by_size and self.waiting >= FIT_MIN * count:
+            self._take_by_size(count, builder)
+        else:
+            self.forget_sizes()
+            self._take_in_order(count, builder)
+        self._ranks.served(builder.batch)
+        return builder.batch, builder.expired
+
+    def _take_in_order(self, count: int, builder: BatchBuilder) -> None:
         min_share = self._ranks.min_share
         if min_share is not None and (due := min(min_share.due(), count)):
             for index in self._ranks.lowest:
-                builder.room = due - len(builder.batch)
+                builder.room = max(0, due - len(builder.batch))
                 self._take_from(index, inf, builder)
-        if due := min(self._ranks.synchronous.due(), count - len(builder.batch)):
+        if (due := min(self._ranks.synchronous.due(), count - len(builder.batch))) > 0:
             builder.room = due
             self._take_best(builder, is_synchronous=True)
         builder.room = count - len(builder.batch)
         self._take_best(builder)
-        self._ranks.served(builder.batch)
-        return builder.batch, builder.expired
+
+    def _take_by_size(self, count: int, builder: BatchBuilder) -> None:
+        """Rule 4."""
+        if self._sizes is None:
+            self._sizes = SizeIndex(self.requests())
+        self._sizes.keep_small(self.waiting)
+        self._take_in_order(1, builder)
+        if not builder.batch:
+            return
+        first = builder.batch[0]
+        if first.arrived > self._in_order_at and not self._is_in_order:
+            self._take_in_order(count, builder)
+            self._in_order_at, self._is_in_order = builder.now, True
+            return
+        self._is_in_order = False
+        builder.room = count - len(builder.batch)
+        if self.waiting and builder.room:
+            _, _, index, _ = min(self._live_lines())
+            newcomers = self._lines[index].newcomers(self._in_order_at, count)
+            alike = self._sizes.nearest(first.size)
+            self._take_out_of_turn(
+                chain((each for each in newcomers if each.size <= NOT_LARGER * first.size), alike), builder
+            )
+
+    def _take_out_of_turn(self, requests: Iterable[Request], builder: BatchBuilder) -> None:
+        for request in requests:
+            if not builder.accepts(request):
+                return
+            self._lines[self._index_of(request)].charge(request)
+            self.forget(request)
+            if not builder.room:
+                return
 
     def _take_best(self, builder: BatchBuilder, *, is_synchronous: bool = False) -> None:
         """Move requests in their order while there is room; of the best rank, synchronous ones alone."""

@@ -287,6 +287,9 @@ class MemoryBroker:
         """Let requests that were taken wait again, before requests that came after them."""
         lanes: dict[int, Lane] = {}
         now = self._clock()
+        for model in {request.model for request in requests}:
+            for lane in self._active[model].values():
+                lane.forget_sizes()
         for request in requests:
             if (is_running := request.phase == RUNNING) or request.phase == ADMITTED:
                 model = request.model
@@ -324,15 +327,23 @@ class MemoryBroker:
         return list(self._active[model].values())
 
     def take(
-        self, lane: LaneQueue, count: int, now: float, bytes_max: float = inf, room_bytes: float = inf
+        self,
+        lane: LaneQueue,
+        count: int,
+        now: float,
+        bytes_max: float = inf,
+        room_bytes: float = inf,
+        *,
+        by_size: bool = False,
     ) -> list[Request]:
         """Remove up to `count` requests with up to `bytes_max` bytes, best place first, none of them past its deadline.
 
-        One that is larger comes alone, and only if it has not more than `room_bytes`.
+        One that is larger comes alone, and only if it has not more than `room_bytes`. `by_size`: the best, and others
+        of similar size.
         """
         assert isinstance(lane, Lane)
         waiting_bytes = lane.waiting_bytes
-        batch, expired = lane.take(count, now, bytes_max, room_bytes)
+        batch, expired = lane.take(count, now, bytes_max, room_bytes, by_size=by_size)
         self._running_bytes[lane.model] += waiting_bytes - lane.waiting_bytes
         if self._task_places.waiting:
             for request in (*batch, *expired):
@@ -441,6 +452,7 @@ class MemoryBroker:
         """Put an emptied lane aside; the longest unused of those is dropped when there are many."""
         if self._active[lane.model].pop(lane.key, None) is None:
             return
+        lane.forget_sizes()
         if lane.key:
             count_out(self._opened[lane.model], lane.opener)
         self._idle[lane.model, lane.key] = lane

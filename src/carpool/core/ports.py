@@ -168,9 +168,17 @@ class Broker(RequestQueue, Outcomes, Protocol):
         """The lanes of one model in which requests wait."""
 
     def take(
-        self, lane: LaneQueue, count: int, now: float, bytes_max: float = inf, room_bytes: float = inf
+        self,
+        lane: LaneQueue,
+        count: int,
+        now: float,
+        bytes_max: float = inf,
+        room_bytes: float = inf,
+        *,
+        by_size: bool = False,
     ) -> list[Request]:
-        """Remove up to `count` requests, best place first, none of them past its deadline.
+        """Remove up to `count` requests, best place first, none of them past its deadline; or, `by_size`, the best
+        one, and while many wait others of similar size.
 
         Together they have at most `bytes_max` bytes, but for a first one that is larger: it comes alone. A request with
         more than `room_bytes` stays where it is, and so do those behind it.
