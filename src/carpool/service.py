@@ -230,6 +230,7 @@ class ModelService(ModelFace):
             fetched=fetched,
             company_comes=None if fetched is None else self._company_comes,
             sampled=sampled,
+            fit=batching.fit,
             clock=clock,
         )
         self._broker = broker

@@ -112,7 +112,7 @@ def test_the_first_always_goes_and_who_waits_at_a_batch_in_order_goes_before_the
         batch, _ = lane.take(count, now, by_size=True)
         assert waiting[:1] == batch[:1]
         assert len(batch) == min(count, len(waiting))
-        if lane._in_order_at == now:
+        if lane.in_order_at == now:
             assert batch == waiting[:count]
             assert waiting[0].arrived > in_order_at
             in_order_at = now

@@ -11,6 +11,8 @@ calls take now long, now short, slots become free apart in any case, and that wo
 it is done while calls take about the same time, for APART_CALLS of every APART_EVERY calls. And no slot stands idle for
 it longer than `max_wait_s` at a time.
 
+Where an endpoint pays for padding (`cost.py`), batches are put together by size while many requests wait: `fit`.
+
 Bytes are bounded too: those of a batch, and those of all batches that run. While there is no room for one more batch,
 no slot counts as free; an outcome makes room, and notifies the loop.
 """
@@ -23,7 +25,9 @@ from functools import partial
 from heapq import heapify, heappop, heappush
 from math import inf
 from secrets import token_hex
+from typing import Literal
 
+from carpool.batching.cost import CostModel
 from carpool.batching.policy import LaneView, Policy, Send, WaitUntil
 from carpool.batching.rate import ArrivalRate
 from carpool.core.batch import Batch, BatchIds
@@ -33,6 +37,8 @@ from carpool.core.ports import Broker, Dispatcher, FetchedQueue, LaneQueue, Slot
 from carpool.core.request import Request
 
 logger = logging.getLogger("carpool.batching")
+
+Fit = Literal["auto", "off", "on"]
 
 # How long a batch takes, until the first has been seen. Rather too long: taken too short, a burst at the start would
 # spend every slot on a small batch; taken too long, it costs the first few requests a longer wait for company.
@@ -135,6 +141,8 @@ class BatchLoop:
         company_comes: Callable[[], bool] | None = None,
         # Sees one request of each batch that leaves.
         sampled: Callable[[Request], None] | None = None,
+        # Whether batches are put together by size; `auto`: where padding costs time.
+        fit: Fit = "off",
         clock: Clock = monotonic,
     ) -> None:
         self.model = model
@@ -143,6 +151,9 @@ class BatchLoop:
         self.batch_bytes_max = batch_bytes_max
         self.in_flight_bytes_max = in_flight_bytes_max
         self.policy = policy
+        self.fit = fit
+        # What calls cost by what is in them.
+        self.cost = CostModel()
         self.service_s = SERVICE_S_PRIOR
         # By how much calls take more or less than that.
         self._deviation_s = 0.0
@@ -306,14 +317,20 @@ class BatchLoop:
         largest = self._dispatcher.batch_max(lane, self.max_batch)
         count = min(max(send.count, 1), largest)
         is_full = self._is_full_of_bytes(lane)
-        batch = self._broker.take(lane, count, now, self.batch_bytes_max, self._room_bytes())
+        by_size = self.fit == "on" or (self.fit == "auto" and self.cost.is_padded)
+        batch = self._broker.take(lane, count, now, self.batch_bytes_max, self._room_bytes(), by_size=by_size)
         if not batch:
             return not lane.waiting  # all of them had expired, or the first one is too large for now
         named = Batch(self._batch_ids.next(), self.model, len(batch), send.reason, now)
         for request in batch:
             request.batch = named
         # First: nothing that fails may come between.
-        self._dispatcher.dispatch(batch, partial(self._batch_ended, len(batch)))
+        ended: Callable[[float], None] = partial(self._batch_ended, len(batch))
+        if self.fit != "off":
+            sizes = [request.size for request in batch]
+            in_order = not by_size or lane.in_order_at == now
+            ended = partial(self._learn_cost, ended, named, sum(sizes), max(sizes), in_order)
+        self._dispatcher.dispatch(batch, ended)
         if not self._times.ended and (self._first is None or self._first.ended):
             self._first = named
         self.batches[send.reason] = self.batches.get(send.reason, 0) + 1
@@ -440,10 +457,22 @@ class BatchLoop:
     def _has_stood_still(self, now: float) -> bool:
         return now - self._looked_at > LOOK_S + STOOD_STILL_S
 
+    def _learn_cost(
+        self, ended: Callable[[float], None], batch: Batch, size: int, largest: int, in_order: bool, seconds: float
+    ) -> None:
+        """Learn what a batch costs as well."""
+        ended(seconds)
+        if not self._is_doubtful(seconds):
+            self.cost.seen(batch.size, size, largest, seconds, batch.endpoint, in_order=in_order)
+
+    def _is_doubtful(self, seconds: float) -> bool:
+        """Whether this process stood still during a batch that has just ended."""
+        now = self._clock()
+        return self._has_stood_still(now) or now - seconds < self._stood_still_until
+
     def _batch_ended(self, size: int, seconds: float) -> None:
         """Learn how long a batch occupies a slot; nothing from a batch during which this process stood still."""
-        now = self._clock()
-        if self._has_stood_still(now) or now - seconds < self._stood_still_until:
+        if self._is_doubtful(seconds):
             return
         if not self._times.ended:
             self.service_s = seconds

@@ -119,7 +119,7 @@ class Lane:
     """Requests of one model with the same lane key."""
 
     __slots__ = (
-        "_in_order_at",
+        "in_order_at",
         "_is_in_order",
         "_lines",
         "_ranks",
@@ -153,7 +153,7 @@ class Lane:
         self._lines = [FairQueue() for _ in ranks.stats_by_tier]
         # Rule 4: what waits by size, while that is used; when the last batch left in order, and whether the last did.
         self._sizes: SizeIndex | None = None
-        self._in_order_at = -inf
+        self.in_order_at = -inf
         self._is_in_order = False
 
     def __repr__(self) -> str:
@@ -289,15 +289,15 @@ class Lane:
         if not builder.batch:
             return
         first = builder.batch[0]
-        if first.arrived > self._in_order_at and not self._is_in_order:
+        if first.arrived > self.in_order_at and not self._is_in_order:
             self._take_in_order(count, builder)
-            self._in_order_at, self._is_in_order = builder.now, True
+            self.in_order_at, self._is_in_order = builder.now, True
             return
         self._is_in_order = False
         builder.room = count - len(builder.batch)
         if self.waiting and builder.room:
             _, _, index, _ = min(self._live_lines())
-            newcomers = self._lines[index].newcomers(self._in_order_at, count)
+            newcomers = self._lines[index].newcomers(self.in_order_at, count)
             alike = self._sizes.nearest(first.size)
             self._take_out_of_turn(
                 chain((each for each in newcomers if each.size <= NOT_LARGER * first.size), alike), builder

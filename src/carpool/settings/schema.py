@@ -128,6 +128,9 @@ class BatchingSettings(Section, frozen=True):
     batch_bytes_max: Annotated[BatchBytes, "bytes of inputs in one batch; a request with more goes alone"] = 32 * MIB
     max_wait_ms: Annotated[float, Meta(ge=0, le=100), "longest wait for company while a slot is free"] = 50.0
     policy: Annotated[PolicyName, "how to decide between sending and waiting"] = "adaptive"
+    fit: Annotated[
+        Fit, "put inputs of similar size together while many wait; `auto`: where calls take longer for what is padded"
+    ] = "auto"
 
 
 class UpstreamSettings(Section, frozen=True):
