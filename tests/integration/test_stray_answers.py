@@ -218,20 +218,27 @@ def test_of_two_answers_in_one_read_the_first_may_be_that_of_the_call_before(
 LONG = "x" * 64
 
 
-@each_loop_and_way
-@pytest.mark.parametrize("chunks", [False, True], ids=["length", "chunks"])
-def test_an_answer_repeated_while_the_next_call_is_under_way_is_given_to_nobody(
-    run: Run, way: str, chunks: bool, certificates: Certificates
-) -> None:
-    """Nothing tells it from an answer to that call but its text. All later calls had the answers of those before."""
+def repeats_the_last(answer: Callable[[bytes], bytes] = answer_to) -> Script:
+    """On each connection the next call is under way when the answer comes again."""
     answers: list[bytes] = []
 
     async def repeat(call: RawCall) -> None:
         if call.number > 1:
             await call.send(answers[-1])
             await asyncio.sleep(0.02)
-        answers.append(chunked_answer_to(call.body) if chunks else answer_to(call.body))
+        answers.append(answer(call.body))
         call.write_if_open(answers[-1])
+
+    return repeat
+
+
+@each_loop_and_way
+@pytest.mark.parametrize("chunks", [False, True], ids=["length", "chunks"])
+def test_an_answer_repeated_while_the_next_call_is_under_way_is_given_to_nobody(
+    run: Run, way: str, chunks: bool, certificates: Certificates
+) -> None:
+    """Nothing tells it from an answer to that call but its text. All later calls had the answers of those before."""
+    repeat = repeats_the_last(chunked_answer_to if chunks else answer_to)
 
     async def main() -> None:
         async with endpoint_of(repeat, way, certificates) as (endpoint, upstream):
@@ -243,6 +250,26 @@ def test_an_answer_repeated_while_the_next_call_is_under_way_is_given_to_nobody(
             assert upstream.connections == 10
 
     run(main())
+
+
+@pytest.mark.parametrize("long", ["x" * 5000, "x" * connections.PLAIN_BYTES_MAX], ids=["plain", "in pieces"])
+async def test_calls_that_differ_in_the_middle_alone_are_two(long: str) -> None:
+    async with endpoint_of(repeats_the_last()) as (endpoint, upstream):
+        await ask_for_own(endpoint, f"{long} 0 {long}")
+        with pytest.raises(ConnectionWasDeadError, match="the one to the call before"):
+            await ask(endpoint, f"{long} 1 {long}")
+        await ask_for_own(endpoint, *(f"{long} {number} {long}" for number in range(1, 4)))
+        assert upstream.connections == 4
+
+
+async def test_the_call_before_says_nothing_for_an_upstream_that_repeats_when_it_is_made_again() -> None:
+    """It has the same outputs again, as it should: that the other call had them too is as doubtful as it was."""
+    async with endpoint_of(repeats_the_last()) as (endpoint, upstream):
+        await ask_for_own(endpoint, f"{LONG} 0")
+        with pytest.raises(ConnectionWasDeadError, match="the one to the call before"):
+            await ask(endpoint, f"{LONG} 1")
+        await ask_for_own(endpoint, *(f"{LONG} {number}" for number in (0, 1, 0, 2, 3)))
+        assert upstream.connections == 6
 
 
 @each_loop
@@ -278,16 +305,7 @@ async def test_a_long_call_that_is_refused_early_has_its_error() -> None:
 
 async def test_an_answer_behind_the_repeated_one_tells_of_it_when_the_connection_rests() -> None:
     """What HTTP/1.1 leaves open for short answers, once: the next call is under way when the answer comes again."""
-    answers: list[bytes] = []
-
-    async def repeat(call: RawCall) -> None:
-        if call.number > 1:
-            await call.send(answers[-1])
-            await asyncio.sleep(0.02)
-        answers.append(answer_to(call.body))
-        call.write_if_open(answers[-1])
-
-    async with endpoint_of(repeat) as (endpoint, upstream):
+    async with endpoint_of(repeats_the_last()) as (endpoint, upstream):
         await ask_for_own(endpoint, "text 0")
         assert await ask(endpoint, "text 1") == output_for("text 0")
         await caught(endpoint)

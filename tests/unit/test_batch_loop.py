@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from carpool.admission.gate import Gate
-from carpool.batching.loop import BatchLoop
+from carpool.batching.loop import COMPANY_S, BatchLoop
 from carpool.batching.policy import Fixed, LaneView, Plan, Policy, PolicyName, Send, make_policy
 from carpool.broker.memory import MemoryBroker
 from carpool.core.defaults import do_nothing
@@ -34,6 +34,7 @@ from carpool.testing import (
 from carpool.upstream.codecs import JsonCodec
 from carpool.upstream.dispatch import UpstreamDispatcher
 from carpool.upstream.pool import EndpointPreference, Pool
+from carpool.upstream.quarantine import QUARANTINED_FROM
 
 MAX_BATCH, MAX_WAIT_S, SERVICE_S = 4, 0.05, 0.2
 START = 1000.0
@@ -649,6 +650,28 @@ class TestBatchesLeaveApart:
 
         stand.run(main)
 
+    @pytest.mark.parametrize("is_one_quarantined", [False, True])
+    def test_no_slot_stands_idle_for_it_longer_than_a_request_waits_for_company(self, is_one_quarantined: bool) -> None:
+        """While an owner is quarantined, the loop is told again and again of slots that have been free for a while."""
+        slots, service_s = 4, 2.0
+        stand = Stand(slots=slots, gpu=FakeUpstream(slots=slots).then(echo, delay_s=service_s, times=200), max_batch=1)
+        idle_s: list[float] = []
+
+        async def main() -> None:
+            if is_one_quarantined:
+                stand.dispatcher.scheduler.quarantined.refused("", "another", stand.clock(), QUARANTINED_FROM)
+            stand.arrive(100, queue_timeout_s=1000.0, total_timeout_s=1000.0)
+            since = began = stand.clock()
+            while (now := stand.clock()) - began < 20 * service_s:
+                stand.loop.look(now)
+                since = since if stand.pool.free() else now
+                idle_s.append(now - since)
+                await asyncio.sleep(0.01)
+            assert 0.5 * MAX_WAIT_S < max(idle_s) <= MAX_WAIT_S + 0.01
+            await asyncio.sleep(100.0)
+
+        stand.run(main)
+
     def test_for_those_kept_back_nothing_is_fetched_ahead(self) -> None:
         slots, service_s = 32, 0.2
         stand = Stand(slots=slots, gpu=FakeUpstream(slots=slots).then(echo, delay_s=service_s, times=1000), max_batch=1)
@@ -675,6 +698,22 @@ class TestBatchesLeaveApart:
             await asyncio.sleep(20.0)
 
         stand.run(main)
+
+
+def test_a_slot_that_has_been_free_for_a_while_waits_for_no_company_that_is_fetched() -> None:
+    """However often the loop is told of it: only a slot that has just become free does."""
+    stand = Stand(slots=2, company_comes=lambda: True)
+
+    async def main() -> None:
+        stand.arrive(MAX_BATCH)
+        await asyncio.sleep(1.0)
+        stand.arrive()
+        for _ in range(100):
+            stand.pool.notify()
+            await asyncio.sleep(COMPANY_S / 2)
+        assert [len(batch) for batch in stand.sent.batches] == [MAX_BATCH, 1]
+
+    stand.run(main)
 
 
 def test_calls_that_take_now_long_now_short_move_the_capacity_little() -> None:

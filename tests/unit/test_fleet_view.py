@@ -154,6 +154,7 @@ def test_utilization_is_weighted_by_slots() -> None:
         b"[]",
         b'{"status":1}',
         b'{"status":"ok","models":{"m":{"healthy_slots":"many"}}}',
+        pytest.param(b'{"status":"ok","x":' + b"[" * 100_000, id="deep"),
     ],
 )
 def test_an_absurd_beat_is_left_out(body: bytes) -> None:

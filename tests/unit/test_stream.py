@@ -18,6 +18,7 @@ from carpool.core.trace import Trace
 from carpool.face.http.places import Places
 from carpool.face.http.state import HttpLimits
 from carpool.face.http.stream import FRAGMENTS_MAX, MESSAGE_BYTES, PING_S, SILENT_S, STEPS_A_TURN, StreamLimits
+from carpool.face.http.streams import LOOK_PARTS
 from carpool.testing import make_output
 from support.processes import until
 from support.streams import StreamClient, StreamStand, upgrade_request
@@ -396,6 +397,44 @@ async def test_who_is_silent_is_asked_and_then_cut_off(stand: StreamStand) -> No
     other.feed(b"".join(other.protocol.data_to_send()))  # its pong
     stand.pass_time(SILENT_S - PING_S)
     assert [each.transport.aborted for each in (client, other)] == [True, False]
+
+
+async def test_all_are_looked_at_in_time_while_many_leave_and_some_at_a_time(stand: StreamStand) -> None:
+    looked_at: list[bytes] = []
+
+    def identify(headers: dict[bytes, bytes], peer: Peer) -> Caller:
+        looked_at.append(headers[b"x-api-key"])
+        return Caller("someone", 0)
+
+    def look(times: int = 1) -> list[bytes]:
+        looked_at.clear()
+        for _ in range(times):
+            before = len(looked_at)
+            stand.streams.look()
+            assert len(looked_at) - before <= len(clients) // LOOK_PARTS + 1
+        return sorted(looked_at)
+
+    def connect(name: str) -> StreamClient:
+        return stand.connect(f"X-API-Key: {name}")
+
+    stand.intake.identify = identify
+    clients = {b"%d" % number: connect(str(number)) for number in range(95)}
+    first = set(look(3))
+    assert len(first) == 30
+    stay = sorted(clients)[::6]
+    for name in clients.keys() - set(stay):
+        clients[name].leave()
+    assert first | set(look(LOOK_PARTS - 3)) >= set(stay)  # all within LOOK_S
+    clients = {name: clients[name] for name in stay}
+    assert look(LOOK_PARTS // 2 + 3) == stay  # each once: a new round in smaller parts
+    look()
+    for client in clients.values():
+        client.leave()
+    # Who comes now does not wait until those who left have been looked at.
+    clients = {b"new": connect("new")}
+    assert look() == [b"new"]
+    clients[b"new"].leave()
+    assert look(2 * LOOK_PARTS) == []
 
 
 async def test_who_asks_for_nothing_is_sent_away(stand: StreamStand) -> None:

@@ -219,10 +219,10 @@ class BatchLoop:
             self._loop.call_soon(self._run)
 
     def _slot_freed(self) -> None:
-        self._freed_at = self._clock()
-        self._free_since.append(self._freed_at)
-        while len(self._free_since) > self._slots.free():  # retries and searches take some as well
-            self._free_since.popleft()
+        """A slot may have become free. This is also called where one that was free may now be for others."""
+        if len(self._free_since) < self._slots.free():
+            self._freed_at = self._clock()
+            self._free_since.append(self._freed_at)
         self.notify()
 
     def notify(self) -> None:
@@ -270,6 +270,8 @@ class BatchLoop:
 
     def _send_what_is_ready(self, now: float) -> float:
         """Fill free slots, best lane first; returns when to look again."""
+        while len(self._free_since) > self._slots.free():  # retries and searches take some as well
+            self._free_since.popleft()
         if self.free_slots() <= 0:
             return inf  # a freed slot, or an outcome that makes room, will notify
         if self._is_kept_back(now):

@@ -17,9 +17,9 @@ An answer of HTTP/1.1 carries no id: it belongs to the last call on its connecti
    `KEEPALIVE_S` is closed.
 8. A server may repeat an answer while the next call is under way: that call would get it, the call after that the next
    one, and so on. So outputs that are those of the call before on the connection, which was another, are in doubt: the
-   call is made once more, and as in rule 5 each call has a connection of its own. If the outputs are the same there,
-   the server does say so (a stub, a model that says little): for `CAUGHT_S` nothing is doubted. Short outputs are not
-   compared: "yes" is a common one.
+   call is made once more, and as in rule 5 each call has a connection of its own. If another call than the one before
+   has the same outputs there, the server does say so (a stub, a model that says little): for `CAUGHT_S` nothing is
+   doubted. Short outputs are not compared: "yes" is a common one.
 """
 
 import asyncio
@@ -33,6 +33,7 @@ from ipaddress import ip_address
 from math import inf
 from socket import AF_INET, AF_INET6, SOCK_STREAM
 from typing import NoReturn, cast
+from zlib import crc32
 
 import httptools
 from aiohappyeyeballs import AddrInfoType, start_connection
@@ -55,15 +56,14 @@ PLAIN_BYTES_MAX = 256 * 1024
 PIECE_BYTES = 128 * 1024
 # Of reads that brought nothing of the body: those of heads, trailers and the frames of chunks.
 FRAMING_BYTES_MAX = 64 * 1024
-# Rule 8. Of long outputs the two ends are compared.
-COMPARED_BYTES_MIN, END_BYTES = 64, 4096
+# Rule 8.
+COMPARED_BYTES_MIN = 64
 # How long the addresses of a name are believed.
 ADDRESSES_S = 10.0
 _EMPTY_LINES = b"\r\n"
 
-# What inputs or outputs were like: their size, and their ends.
-Fingerprint = tuple[int, int, int]
-NOTHING: Fingerprint = (0, 0, 0)
+# What inputs and outputs were like: the size of each, and a sum of all its bytes, for long ones may differ anywhere.
+Exchange = tuple[tuple[int, int], tuple[int, int]]
 
 
 class UpstreamConnection(asyncio.Protocol):
@@ -83,7 +83,7 @@ class UpstreamConnection(asyncio.Protocol):
         # Calls so far, with the one under way.
         self._calls = 0
         # What the last inputs and outputs on it were like (rule 8).
-        self._exchange: tuple[Fingerprint, Fingerprint] | None = None
+        self._exchange: Exchange | None = None
         # Has its result when the call under way is over, None if it failed; None while the connection rests.
         self._answered: asyncio.Future[UpstreamResponse | None] | None = None
         # Has its result when the transport takes more; None while it does.
@@ -102,11 +102,11 @@ class UpstreamConnection(asyncio.Protocol):
         self._body_bytes_max = body_bytes_max
         self._is_heard = self._has_head = self._is_framed = self._is_whole = self._keeps_alive = False
         self._fault, self._is_doubted = "", False
-        self._inputs = fingerprint_of(parts[0], parts[-1]) if parts else NOTHING
+        self._input_bytes, self._input_sum = sum(map(len, parts)), 0
         self._status = 0
         self._load: float | None = None
         self._body: list[bytes] = []
-        self._length = self._body_bytes = self._framing_bytes = 0
+        self._length = self._body_bytes = self._body_sum = self._framing_bytes = 0
         try:
             await self._write(head, parts)
             answer = await answered
@@ -123,8 +123,10 @@ class UpstreamConnection(asyncio.Protocol):
         raise AttemptFailedError(self._fault)
 
     async def _write(self, head: bytes, parts: Sequence[Data]) -> None:
-        self._is_written = sum(map(len, parts)) <= PLAIN_BYTES_MAX
+        self._is_written = self._input_bytes <= PLAIN_BYTES_MAX
         if self._is_written:
+            for part in parts:
+                self._input_sum = crc32(part, self._input_sum)
             self._transport.write(b"".join((head, *parts)))
             return
         self._transport.write(head)
@@ -133,7 +135,9 @@ class UpstreamConnection(asyncio.Protocol):
             for start in range(0, len(view), PIECE_BYTES):
                 if self._answered is None:
                     return  # refused before all was sent, or broken off
-                self._transport.write(view[start : start + PIECE_BYTES])
+                piece = view[start : start + PIECE_BYTES]
+                self._input_sum = crc32(piece, self._input_sum)
+                self._transport.write(piece)
                 if self._resumed is not None:
                     await self._resumed
         self._is_written = True
@@ -193,8 +197,9 @@ class UpstreamConnection(asyncio.Protocol):
                 self._end(None)
                 return
         body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
-        if self._inputs is not NOTHING and 200 <= self._status < 300 and len(body) >= COMPARED_BYTES_MIN:
-            before, self._exchange = self._exchange, (self._inputs, fingerprint_of(body))
+        if self._input_bytes and 200 <= self._status < 300 and len(body) >= COMPARED_BYTES_MIN:
+            inputs, outputs = (self._input_bytes, self._input_sum), (self._body_bytes, self._body_sum)
+            before, self._exchange = self._exchange, (inputs, outputs)
             if self._server.is_doubtful(self._exchange, before):
                 self._is_doubted = True
                 self._fault = "the answer is the one to the call before, again"
@@ -266,6 +271,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._body_bytes += len(part)
         if self._body_bytes > self._body_bytes_max:
             self._refuse_long()
+        self._body_sum = crc32(part, self._body_sum)
         self._body.append(part)
 
     def on_message_complete(self) -> None:
@@ -314,8 +320,8 @@ class ServerConnections:
         # Connections that were cut off because of stray bytes.
         self.stray = 0
         self._caught_until = self._complained_at = self._says_same_until = self._alone_until = -inf
-        # The last outputs that were in doubt (rule 8).
-        self._doubted: Fingerprint | None = None
+        # The last call whose outputs came again, and were in doubt (rule 8).
+        self._repeated: Exchange | None = None
         # Its addresses, until when they are known, and the question for them that is out.
         self._addresses: Sequence[AddrInfoType] = address_of(self._host, self._port)
         self._is_address = bool(self._addresses)
@@ -377,18 +383,16 @@ class ServerConnections:
         self._addresses = await loop.getaddrinfo(self._host, self._port, type=SOCK_STREAM)
         self._known_until = loop.time() + ADDRESSES_S
 
-    def is_doubtful(
-        self, exchange: tuple[Fingerprint, Fingerprint], before: tuple[Fingerprint, Fingerprint] | None
-    ) -> bool:
+    def is_doubtful(self, exchange: Exchange, before: Exchange | None) -> bool:
         """Whether the outputs of a call, on a connection that had another before, may be those of that (rule 8)."""
         now = asyncio.get_running_loop().time()
         if before is None:  # on a connection of its own
-            if exchange[1] == self._doubted and now < self._alone_until:
+            if now < self._alone_until and is_alike(exchange, self._repeated):
                 self._alone_until, self._says_same_until = -inf, now + CAUGHT_S
             return False
-        if exchange[1] != before[1] or exchange[0] == before[0] or now < self._says_same_until:
+        if not is_alike(exchange, before) or now < self._says_same_until:
             return False
-        self._doubted, self._alone_until = exchange[1], now + CAUGHT_S
+        self._repeated, self._alone_until = before, now + CAUGHT_S
         return True
 
     def rests(self, connection: UpstreamConnection) -> None:
@@ -439,10 +443,9 @@ class ServerConnections:
             self._old_timer = loop.call_at(self._resting[0].rests_since + KEEPALIVE_S, self._close_old)
 
 
-def fingerprint_of(first: Data, last: Data | None = None) -> Fingerprint:
-    """What a text is like; of one in parts the first and the last are enough."""
-    last = first if last is None else last
-    return (len(first) + len(last), hash(bytes(first[:END_BYTES])), hash(bytes(last[-END_BYTES:])))
+def is_alike(exchange: Exchange, other: Exchange | None) -> bool:
+    """Whether two calls were different, and had the same outputs."""
+    return other is not None and exchange[0] != other[0] and exchange[1] == other[1]
 
 
 def address_of(host: str, port: int | None) -> Sequence[AddrInfoType]:

@@ -174,6 +174,7 @@ class WebSocketStreams:
             self._places.give_back(stream.owner)
         if not self._open:
             self._looks.stop()
+            self._to_look_at = []  # nothing is kept of those who left, least of all their credentials
 
     def look(self) -> None:
         """Called by a timer: check a part of the streams each time (`WebSocketStream.look`), all of them in LOOK_S."""

@@ -176,5 +176,5 @@ def read_part(value: bytes | None) -> LivePart | None:
     """A part that another process wrote, maybe of another version; None if there is none, or if it is malformed."""
     try:
         return None if value is None else _decode(value)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None

@@ -280,7 +280,7 @@ def _read_member(name: bytes, value: bytes, now_ms: int, stale_s: float) -> Flee
     try:
         stamp_ms = int(stamp_text)
         stamped, heartbeat = rfc3339(stamp_ms / 1000), _decode_heartbeat(body)
-    except (msgspec.MsgspecError, ValueError, OverflowError, OSError):
+    except (msgspec.MsgspecError, ValueError, OverflowError, OSError, RecursionError):
         return None
     # A heartbeat from the future is as silent as an old one: the clock was set back, and none came since.
     age_s = abs(now_ms - stamp_ms) / 1000
