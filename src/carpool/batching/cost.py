@@ -140,7 +140,10 @@ def _solve(moments: list[list[float]], sums: list[float], used: list[int]) -> tu
     """The solution of the normal equations with the terms `used`, the others 0; and, but for the error's, the variance
     of the last of them. Gauss, without pivots: with the ridge the matrix is positive definite.
     """
-    rows = [[moments[max(i, j)][min(i, j)] * (1.0 + RIDGE * (i == j)) for j in used] + [sums[i], float(i == used[-1])] for i in used]
+    rows = [
+        [moments[max(i, j)][min(i, j)] * (1.0 + RIDGE * (i == j)) for j in used] + [sums[i], float(i == used[-1])]
+        for i in used
+    ]
     for number, row in enumerate(rows):
         pivot = row[number] or 1e-300
         for below in rows[number + 1 :]:

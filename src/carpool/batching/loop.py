@@ -25,10 +25,9 @@ from functools import partial
 from heapq import heapify, heappop, heappush
 from math import inf
 from secrets import token_hex
-from typing import Literal
 
 from carpool.batching.cost import CostModel
-from carpool.batching.policy import LaneView, Policy, Send, WaitUntil
+from carpool.batching.policy import Fit, LaneView, Policy, Send, WaitUntil
 from carpool.batching.rate import ArrivalRate
 from carpool.core.batch import Batch, BatchIds
 from carpool.core.clock import STOOD_STILL_S, Clock, monotonic
@@ -37,8 +36,6 @@ from carpool.core.ports import Broker, Dispatcher, FetchedQueue, LaneQueue, Slot
 from carpool.core.request import Request
 
 logger = logging.getLogger("carpool.batching")
-
-Fit = Literal["auto", "off", "on"]
 
 # How long a batch takes, until the first has been seen. Rather too long: taken too short, a burst at the start would
 # spend every slot on a small batch; taken too long, it costs the first few requests a longer wait for company.

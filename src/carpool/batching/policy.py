@@ -47,6 +47,7 @@ import msgspec
 
 Reason = Literal["full", "waited", "idle", "expected-none", "drain"]
 PolicyName = Literal["adaptive", "fixed", "pid"]
+Fit = Literal["auto", "off", "on"]
 
 # The share of the slots that `adaptive` keeps busy for the sake of latency: a higher one shortens waits by little and
 # leaves less for a sudden peak (decision 3). And the fill ratio that `pid` holds.

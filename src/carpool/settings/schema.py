@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
-from carpool.batching.policy import PolicyName
+from carpool.batching.policy import Fit, PolicyName
 from carpool.core.api_key import Burst, Limit
 from carpool.core.dead_letter import SynchronousKept
 from carpool.core.names import BytesForm, ModeName, ProtocolName
