@@ -1,10 +1,10 @@
 """What a call costs, learned from the calls that are made anyway. Pure: seconds are arguments.
 
 1. A call takes so long for itself, and longer with each input, with each KB of its inputs, and with each KB of padding:
-   what is missing to its largest input, summed over its inputs. An endpoint that pads pays for padding as for inputs, an
-   endpoint that computes each input for itself does not. No term is below zero.
-2. Least squares of the relative error. Old calls are forgotten slowly: MEMORY_CALLS of them count. A call that took many
-   times what was expected counts as OUTLIER times that: one that stood still somewhere says little.
+   what its inputs are short of the largest, together. An endpoint that pads pays for padding as for inputs; one that
+   computes each input for itself does not. No term is below zero.
+2. Least squares of the relative error. Old calls are forgotten slowly: MEMORY_CALLS of them count. A call that took
+   much longer than expected counts as OUTLIER times that: one that stood still somewhere says little.
 3. Endpoints differ by a factor each; their mean is 1. The factor follows sooner than the rest.
 4. Padding counts as known when it is well above chance (`SURE_ERRORS` standard errors) and worth something: `PADDED_ON`
    of the time of a batch in order. It counts as gone below half of both, so that it does not come and go.

@@ -12,12 +12,12 @@
    overtakes that one. The first is taken however large it is, so that the lane gets shorter, unless there is no
    room for it at all.
 4. Batches that fit (`by_size`), while FIT_MIN batches or more wait: the first in the order goes, always. With it go
-   newcomers of its line, unless they are NOT_LARGER times as large: requests of owners who have none waiting from before
-   the last batch in order. All other places go to requests of similar size, wherever they wait (`size_index.py`). If the
-   first came after the last batch in order, and the last batch was by size, this one is in order. So those who waited
-   when a batch left in order go before the next such one; and whom the order prefers (its owner sends little, its tier
-   is high) is passed over by a batch or two. What is taken by size stays in its line like the dead. It must not be
-   there when it may wait again: `forget_sizes` comes before `put_back`.
+   newcomers of its line, unless they are NOT_LARGER times as large: requests of owners who have none waiting from
+   before the last batch in order. All other places go to requests of similar size, wherever they wait
+   (`size_index.py`). If the first came after the last batch in order, and the last batch was by size, this one is in
+   order. So those who waited when a batch left in order go before the next such one; and whom the order prefers (its
+   owner sends little, its tier is high) is passed over by a batch or two. What is taken by size stays in its line like
+   the dead. It must not be there when it may wait again: `forget_sizes` comes before `put_back`.
 """
 
 from collections.abc import Iterable
@@ -119,7 +119,6 @@ class Lane:
     """Requests of one model with the same lane key."""
 
     __slots__ = (
-        "in_order_at",
         "_is_in_order",
         "_lines",
         "_ranks",
@@ -128,6 +127,7 @@ class Lane:
         "_tiers",
         "arrivals",
         "batching_notes",
+        "in_order_at",
         "is_quarantined",
         "key",
         "model",

@@ -1,0 +1,53 @@
+"""Batches that fit, in the real engine on virtual time: what they bring, and what they cost others."""
+
+import pytest
+
+from carpool.batching.policy import Fit
+from carpool.upstream.simulated import SimulationSettings
+from support.fitting import BY_SIZE, CONSTANT, PADDED, Found, Owner, run
+
+HUGE, TINY = (2048,), (16,)
+
+
+def test_where_padding_costs_it_is_avoided_and_everyone_gains() -> None:
+    off, auto = run(PADDED, "off"), run(PADDED, "auto")
+    assert auto.explains == "padding" and auto.is_by_size
+    assert auto.mean_batch > 63
+    assert auto.rate > 2.5 * off.rate
+    assert auto.p99_s["all"] < off.p99_s["all"]
+
+
+@pytest.mark.parametrize(("gpu", "explains"), [(CONSTANT, "call"), (BY_SIZE, "size")])
+def test_where_padding_costs_nothing_nothing_changes(gpu: SimulationSettings, explains: str) -> None:
+    off, auto = run(gpu, "off"), run(gpu, "auto")
+    assert auto.explains == explains
+    assert (auto.rate, auto.p99_s, auto.mean_batch) == (off.rate, off.p99_s, off.mean_batch)
+
+
+def test_with_few_waiting_nothing_changes() -> None:
+    quiet = {"all": Owner(100)}
+    off, on = run(PADDED, "off", quiet), run(PADDED, "on", {"all": Owner(100)})
+    assert (on.rate, on.p99_s) == (off.rate, off.p99_s)
+
+
+def beside(fit: Fit, sizes: tuple[int, ...]) -> Found:
+    """Fifty clients that pause, of five owners, beside an owner that always has 1,024 requests under way."""
+    owners = {f"few{number}": Owner(10, pause_s=0.05) for number in range(5)}
+    return run(PADDED, fit, {"flood": Owner(1024, sizes), **owners}, seconds=6.0)
+
+
+@pytest.mark.parametrize("sizes", [(), HUGE, TINY], ids=["all sizes", "huge", "tiny"])
+def test_an_owner_that_floods_harms_no_other(sizes: tuple[int, ...]) -> None:
+    off, auto = beside("off", sizes), beside("auto", sizes)
+    worst = {
+        fit: max(p99_s for name, p99_s in found.p99_s.items() if name != "flood")
+        for fit, found in (("off", off), ("auto", auto))
+    }
+    assert worst["auto"] <= 1.2 * worst["off"]
+
+
+def test_sizes_that_lie_starve_nobody() -> None:
+    """A GPU whose time has nothing to do with sizes, and batches by size all the same: everyone is answered in time."""
+    off, on = run(CONSTANT, "off"), run(CONSTANT, "on")
+    assert on.rate > 0.98 * off.rate
+    assert on.longest_s < 3 * off.longest_s
