@@ -133,6 +133,9 @@ def test_a_taken_port_is_one_clear_line_and_exit_2() -> None:
         (["--latency-ms=nan"], "latency_ms"),
         (["--error-rate=0.6", "--hang-rate=0.6"], "error_rate and hang_rate"),
         (["--slots=0"], "slots"),
+        (["--jitter=2"], "jitter"),
+        (["--per-kb-ms=-1"], "per_kb_ms"),
+        (["--padded-ms-per-kb=inf"], "padded_ms_per_kb"),
         (["--workers=0"], "--workers"),
     ],
 )

@@ -2,18 +2,23 @@
 
 import asyncio
 import json
+from collections.abc import Callable, Sequence
+from functools import partial
 from random import Random
 from typing import Any
 
 import pytest
 
 from carpool.testing import FakeClock
+from carpool.tools.sim_gpu import read_tensors
 from carpool.upstream.endpoint import AttemptFailedError, UpstreamCall, UpstreamResponse
 from carpool.upstream.simulated import (
+    Batch,
     SimulatedEndpoint,
     SimulatedGpu,
     SimulationSettings,
     parse_sim_url,
+    read_call,
 )
 
 
@@ -52,6 +57,9 @@ def batch(*inputs: Any) -> bytes:
         ("sim:?slots=1.5", "slots"),
         ("sim:?slots=1&slots=2", "slots"),
         ("sim:?error_rate=1.1", "error_rate"),
+        ("sim:?per_kb_ms=-1", "per_kb_ms"),
+        ("sim:?padded_ms_per_kb=nan", "padded_ms_per_kb"),
+        ("sim:?jitter=1.1", "jitter"),
         ("sim:?hang_rate=0.6&short_rate=0.6", "hang_rate and short_rate"),
         ("sim://host", "sim:"),
         ("simulate:?slots=1", "sim:"),
@@ -96,6 +104,57 @@ def test_a_batch_over_the_maximum_gets_400_and_one_at_the_maximum_does_not() -> 
     assert refused == UpstreamResponse(400, b'{"error":"batch size 65 > maximum 64"}')
     assert taken is not None
     assert taken.status == 200
+
+
+# Time
+
+
+def times_ms(bodies: Sequence[bytes], read: Callable[[bytes], Batch] = read_call, **settings: Any) -> list[float]:
+    """What each call takes, one after the other."""
+    clock, took = FakeClock(), list[float]()
+    gpu = gpu_on(clock, **settings)
+
+    async def main() -> None:
+        for body in bodies:
+            began = clock()
+            await gpu.infer(body, read)
+            took.append((clock() - began) * 1000)
+
+    clock.run(main())
+    return took
+
+
+def test_a_call_takes_longer_by_its_bytes_and_by_those_of_its_padding() -> None:
+    # Quotes are bytes of an input, and an é has two; spaces between inputs are none's.
+    spaced = b'{ "inputs" : [ "%b" ,\n "\xc3\xa9" , {"a": 1} ] }' % (b"x" * 998)
+    for body in (batch("x" * 998, "é", {"a": 1}), spaced):
+        (took,) = times_ms([body], latency_ms=5, per_item_ms=1, per_kb_ms=100, padded_ms_per_kb=10)
+        assert took == pytest.approx(5 + 3 * 1 + 100 * (1.000 + 0.004 + 0.008) + 10 * 3 * 1.000)
+
+
+def test_without_these_times_no_input_is_measured() -> None:
+    assert times_ms([batch("x" * 10_000), batch("x", "y")], latency_ms=5) == pytest.approx([5, 5])
+
+
+@pytest.mark.parametrize("datatype", ["BYTES", "FP32"])
+def test_rows_of_tensors_have_bytes_too(datatype: str) -> None:
+    def call(*data: Any) -> bytes:
+        tensor = {"name": "a", "datatype": datatype, "shape": [len(data), 1], "data": data}
+        return json.dumps({"inputs": [tensor]}).encode()
+
+    rows = ["x" * 100, "y"] if datatype == "BYTES" else [1234.25, 1]
+    read = partial(read_tensors, "m", {})
+    sizes = [len(row) for row in read(call(*rows)).inputs]
+    assert sizes[0] > sizes[1]
+    assert times_ms([call(*rows)], read, latency_ms=0, padded_ms_per_kb=10) == pytest.approx([0.01 * 2 * sizes[0]])
+    assert times_ms([call(*rows)], read, latency_ms=0, per_kb_ms=10) == pytest.approx([0.01 * sum(sizes)])
+
+
+def test_jitter_is_even_around_the_time_and_of_the_seed() -> None:
+    took = times_ms([batch("a")] * 2000, latency_ms=90, per_item_ms=10, jitter=0.25)
+    assert took == times_ms([batch("a")] * 2000, latency_ms=90, per_item_ms=10, jitter=0.25)
+    assert 75 <= min(took) < 77 and 123 < max(took) <= 125.001
+    assert sum(took) / len(took) == pytest.approx(100, rel=0.02)
 
 
 # Slots

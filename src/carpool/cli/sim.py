@@ -26,6 +26,17 @@ DEMO_POISON = "poison-for-the-demo"
 Workers = Annotated[int, typer.Option(min=1, max=1024, help="Independent GPUs, each on a port of its own.")]
 LatencyMs = Annotated[float, typer.Option(help="Time for a batch.")]
 PerItemMs = Annotated[float, typer.Option(help="Time added for each input of a batch.")]
+PerKbMs = Annotated[float, typer.Option(help="Time added for each KB (1,000 bytes of JSON) of a batch's inputs.")]
+PaddedMsPerKb = Annotated[
+    float,
+    typer.Option(
+        help="Time added for each KB of the padded batch, which is its number of inputs times its largest input: what "
+        "a GPU pays that pads all to the longest. Short inputs beside a long one cost as much as that."
+    ),
+]
+Jitter = Annotated[
+    float, typer.Option(help="0 to 1. With 0.2 each batch takes 0.8 to 1.2 times its time, drawn evenly.")
+]
 Slots = Annotated[int, typer.Option(help="Batches that one GPU runs at once; more wait for their turn.")]
 
 
@@ -35,6 +46,9 @@ def sim_gpu(
     workers: Workers = 32,
     latency_ms: LatencyMs = 200.0,
     per_item_ms: PerItemMs = 0.0,
+    per_kb_ms: PerKbMs = 0.0,
+    padded_ms_per_kb: PaddedMsPerKb = 0.0,
+    jitter: Jitter = 0.0,
     slots: Slots = 1,
     max_batch: Annotated[int, typer.Option(help="More inputs in one call are refused with 400.")] = 64,
     dimensions: Annotated[int, typer.Option(help="Above 0: a model that embeds, in vectors of so many numbers.")] = 0,
@@ -49,7 +63,9 @@ def sim_gpu(
     refuse: Annotated[
         str, typer.Option(metavar="TEXT", help="A batch with an input containing TEXT gets 400 whole.")
     ] = "",
-    seed: Annotated[int | None, typer.Option(help="The same seed gives the same faults.", show_default=False)] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="The same seed gives the same faults and jitter.", show_default=False)
+    ] = None,
     leave_with_stdin: Annotated[
         bool, typer.Option("--leave-with-stdin", hidden=True, help="Exit when stdin ends.")
     ] = False,
@@ -120,6 +136,9 @@ def demo(
     workers: Workers = 8,
     latency_ms: LatencyMs = 200.0,
     per_item_ms: PerItemMs = 0.0,
+    per_kb_ms: PerKbMs = 0.0,
+    padded_ms_per_kb: PaddedMsPerKb = 0.0,
+    jitter: Jitter = 0.0,
     slots: Slots = 1,
     gpu_port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the first GPU; 0 picks free ones.")] = 9000,
     data_dir: Annotated[
@@ -133,7 +152,8 @@ def demo(
     Settings of the gateway come from the environment and carpool.toml as for `carpool serve`.
     """
     gpu_flags: dict[str, Any] = {"--port": gpu_port, "--workers": workers, "--slots": slots, "--latency-ms": latency_ms}
-    gpu_flags |= {"--per-item-ms": per_item_ms, "--poison": DEMO_POISON}
+    gpu_flags |= {"--per-item-ms": per_item_ms, "--per-kb-ms": per_kb_ms, "--padded-ms-per-kb": padded_ms_per_kb}
+    gpu_flags |= {"--jitter": jitter, "--poison": DEMO_POISON}
     flags: dict[str, Any] = {"gateway.host": host, "gateway.port": port, "upstream.slots": slots}
     try:
         with simulated_gpus(gpu_flags) as gpus, TemporaryDirectory(prefix="carpool-demo-") as temporary:

@@ -1,6 +1,9 @@
 """A simulated GPU: the fixed API to develop against, in this process (`sim:`) or behind HTTP (`carpool sim-gpu`).
 
-1. A call holds a slot for `latency_ms` + `per_item_ms` an input; a call that finds every slot busy waits its turn.
+1. A call holds a slot for `latency_ms` + `per_item_ms` an input + `per_kb_ms` a KB of all its inputs together +
+   `padded_ms_per_kb` a KB of its number of inputs times the largest one's: what a GPU that pads a batch to its longest
+   input pays. A KB is 1,000 bytes of an input's JSON (of KServe V2: of its row, with name and shape). All of that is
+   multiplied by a draw from 1 - `jitter` to 1 + `jitter`. A call that finds every slot busy waits its turn.
 2. A string is answered reversed, anything else as `{"echo": input}`: a checker can tell whose answer it got. With
    `dimensions` any input is answered by a vector of so many numbers, of which the first tells the same.
 3. A call is answered once, or its connection is reset, or its client leaves; each of them frees its place.
@@ -28,6 +31,8 @@ from carpool.upstream.endpoint import AttemptFailedError, NoAnswerError, Upstrea
 # A hanging call holds its slot until its client leaves, and no longer than this.
 HANG_S_MAX = 60.0
 
+BYTES_PER_KB = 1000
+
 _QUOTE = 0x22
 _GARBAGE = b'{"outputs": [<!doctype html>'
 
@@ -40,6 +45,11 @@ class SimulationSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     latency_ms: Milliseconds = 200.0
     per_item_ms: Milliseconds = 0.0
+    # Of the inputs' bytes together, and of as many as if each were as long as the longest.
+    per_kb_ms: Milliseconds = 0.0
+    padded_ms_per_kb: Milliseconds = 0.0
+    # 0.2: each call takes 0.8 to 1.2 times its time.
+    jitter: Rate = 0.0
     slots: Annotated[int, Meta(ge=1, le=65536)] = 1
     max_batch: Annotated[int, Meta(ge=1, le=65536)] = 64
     # Above 0 it is a model that embeds.
@@ -54,7 +64,7 @@ class SimulationSettings(msgspec.Struct, frozen=True, kw_only=True):
     poison: str = ""
     # The same with 400, as for an input that is not valid; goes before `poison`.
     refuse: str = ""
-    # The same seed gives the same faults; None for others each time.
+    # The same seed gives the same faults and the same jitter; None for others each time.
     seed: int | None = None
 
 
@@ -284,8 +294,8 @@ class SimulatedGpu:
         if count > settings.max_batch:
             raise CallRefusedError(f"batch size {count} > maximum {settings.max_batch}")
         self._stats.inputs += count
-        seconds = (settings.latency_ms + settings.per_item_ms * count) / 1000.0
         [fault] = self._random.choices((*_FAULTS, ""), self._shares)
+        seconds = self._seconds(batch.inputs)
         if fault == "hang":
             return None, HANG_S_MAX
         if fault == "reset":
@@ -300,6 +310,18 @@ class SimulatedGpu:
         if settings.dimensions and isinstance(batch, SimulatedBatch):
             return UpstreamResponse(200, vectors_json(batch, answered, settings.dimensions)), seconds
         return batch.answer(answered), seconds
+
+    def _seconds(self, inputs: Sequence[bytes | Raw]) -> float:
+        """How long a call with these inputs takes (rule 1)."""
+        settings = self.settings
+        took_ms = settings.latency_ms + settings.per_item_ms * len(inputs)
+        if settings.per_kb_ms or settings.padded_ms_per_kb:
+            sizes = [len(each) for each in inputs]
+            padded = len(sizes) * max(sizes)
+            took_ms += (settings.per_kb_ms * sum(sizes) + settings.padded_ms_per_kb * padded) / BYTES_PER_KB
+        if settings.jitter:
+            took_ms *= self._random.uniform(1.0 - settings.jitter, 1.0 + settings.jitter)
+        return took_ms / 1000.0
 
 
 class SimulatedEndpoint:
