@@ -318,6 +318,7 @@ async def test_nobody_there_exits_1_with_one_line(gateway: FakeGateway) -> None:
         (["http://127.0.0.1:1", "--connections", "0"], "--connections must be at least 1"),
         (["http://127.0.0.1:1", "--connections", "99999999999"], "open files"),
         (["http://127.0.0.1:1", "--payload-bytes", "3"], "--payload-bytes must be at least 22"),
+        (["http://127.0.0.1:1", "--sizes", "lognormal:9,1"], "--sizes: 'lognormal:9,1': MEDIAN must be at least 22"),
         (["http://127.0.0.1:1", "--timeout", "0s"], "--timeout: '0s' is not a time above 0"),
         (["http://127.0.0.1:1", "--tiers", "free"], "--tiers: 'free' is not NAME=KEYFILE:SHARE"),
         (["http://127.0.0.1:1", "--answers", "/nowhere/a"], "--answers /nowhere/a cannot be written"),

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from carpool.tools.bench.sizes import parse_sizes
 from carpool.upstream.simulated import read_call, vectors_json
 from support.embedder import Embedder
 from support.gateway import serving
@@ -30,6 +31,7 @@ class MixedUp(Embedder):
         self._lock = threading.Lock()
         self.inputs = 0
         self._previous = ""
+        self.sizes: list[int] = []
 
     def answer(self, path: str, body: dict[str, Any]) -> Any:
         with self._lock:
@@ -38,6 +40,7 @@ class MixedUp(Embedder):
 
     def _mixed(self, text: str) -> str:
         self.inputs += 1
+        self.sizes.append(len(json.dumps(text)))
         previous, self._previous = self._previous, text
         return previous if self.inputs % MIXED_EVERY == 0 else text
 
@@ -68,6 +71,8 @@ def gateway(tmp_path_factory: pytest.TempPathFactory, mixed_up: MixedUp) -> Iter
         endpoints = ["sim:?latency_ms=1&slots=4"]
         [models.vectors]
         endpoints = ["sim:?latency_ms=1&slots=4&dimensions=384"]
+        [models.padded]
+        endpoints = ["sim:?latency_ms=1&slots=4&per_kb_ms=0.1&padded_ms_per_kb=0.1&jitter=0.5"]
         [models.mixed-vectors]
         endpoints = ["{mixed_up.url}/vectors"]
         """
@@ -80,12 +85,14 @@ def gateway(tmp_path_factory: pytest.TempPathFactory, mixed_up: MixedUp) -> Iter
 class Run:
     """One `carpool bench` of about 50 requests, and its report; empty if no load was sent."""
 
-    def __init__(self, gateway: GatewayProcess, file: Path, model: str, face: str = "openai", key: str = KEY) -> None:
+    def __init__(
+        self, gateway: GatewayProcess, file: Path, model: str, face: str = "openai", sizes: str = "fixed"
+    ) -> None:
         load = ("--rate", "100", "--duration", "500ms", "--arrivals", "uniform", "--connections", "5")
-        which = ("--face", face, "--model", model, "--payload-bytes", "200", "--timeout", "60s")
+        which = ("--face", face, "--model", model, "--payload-bytes", "200", "--sizes", sizes, "--timeout", "60s")
         done = carpool(
             *("bench", f"http://127.0.0.1:{gateway.port}", *which, *load, "--quiet", "--json", str(file)),
-            CARPOOL_API_KEY=key,
+            CARPOOL_API_KEY=KEY,
         )
         self.status, self.said = done.returncode, done.stderr.strip()
         self.report: dict[str, Any] = json.loads(file.read_bytes()) if file.exists() else {}
@@ -107,6 +114,24 @@ def test_another_requests_answer_is_found(gateway: GatewayProcess, mixed_up: Mix
     assert (run.status, run.said) == (1, "")
     assert (mixed_up.inputs, run.report["errors"]) == (51, 0), run.report["status"]
     assert (run.report["ok"], run.report["wrong"]) == (40, 10)
+
+
+def test_inputs_of_many_sizes_are_verified_too(gateway: GatewayProcess, mixed_up: MixedUp, tmp_path: Path) -> None:
+    sizes = "lognormal:240,0.9,1000"
+    mixed_up.inputs, mixed_up.sizes = 0, []
+    wrong = Run(gateway, tmp_path / "wrong.json", "mixed-vectors", sizes=sizes).report
+    assert (wrong["ok"], wrong["wrong"], wrong["errors"]) == (40, 10, 0), wrong["status"]
+    # The first one tried the face, as the first of the load.
+    asked = parse_sizes(sizes, seed=0)[1:51]
+    assert sorted(mixed_up.sizes) == sorted([asked[0], *asked])
+    for face, model in (("http", "padded"), ("openai", "vectors")):
+        run = Run(gateway, tmp_path / f"{face}.json", model, face, sizes)
+        assert (run.status, run.report["ok"]) == (0, 50), (run.said, run.report)
+        assert run.report["input_bytes"] == {
+            "mean": round(sum(asked) / 50, 1),
+            "p99": sorted(asked)[-1],
+            "max": sorted(asked)[-1],
+        }
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,10 @@ import os
 from array import array
 from collections import Counter
 from io import StringIO
-from math import ceil, inf, nan
+from math import ceil, exp, inf, log, nan
 from pathlib import Path
 from random import Random
+from statistics import mean, median, stdev
 from typing import Any
 
 import msgspec
@@ -33,7 +34,8 @@ from carpool.tools.bench.run import (
     progress_text,
     turns,
 )
-from carpool.tools.bench.tally import LogHistogram, Report, Tally
+from carpool.tools.bench.sizes import parse_sizes
+from carpool.tools.bench.tally import InputBytes, LogHistogram, Report, Tally, input_bytes
 from carpool.upstream.simulated import read_call, vectors_json
 
 # Schedule
@@ -124,6 +126,80 @@ def test_each_has_its_share_of_the_turns() -> None:
     assert len(turns(parse_tiers("a=:1,b=:1,c=:1"), seed=0)) == TURNS
 
 
+# Sizes
+
+
+def test_lognormal_sizes_are_as_asked_and_of_the_seed() -> None:
+    sizes = parse_sizes("lognormal:240,0.9", seed=1)
+    assert sizes == parse_sizes("lognormal:240,0.9", seed=1) != parse_sizes("lognormal:240,0.9", seed=2)
+    assert median(sizes) == pytest.approx(240, rel=0.02)
+    assert stdev(map(log, sizes)) == pytest.approx(0.9, rel=0.03)
+    assert mean(sizes) == pytest.approx(240 * exp(0.9**2 / 2), rel=0.03)
+    # At either end they are cut, not drawn again.
+    assert (min(sizes), max(sizes)) == (PAYLOAD_BYTES_MIN, 16 * 240)
+    cut = parse_sizes("lognormal:240,0.9,512", seed=1)
+    assert cut == [min(size, 512) for size in sizes]
+    assert parse_sizes("fixed", seed=1) == []
+    assert set(parse_sizes("lognormal:50,0", seed=1)) <= {49, 50}  # a logarithm back and forth may be a hair less
+
+
+def test_sizes_of_a_file_are_drawn_by_the_seed(tmp_path: Path) -> None:
+    file = tmp_path / "sizes"
+    file.write_bytes(b"22\r\n 300 \n\n300\n16777216")
+    sizes = parse_sizes(str(file), seed=1)
+    assert sizes == parse_sizes(str(file), seed=1) != parse_sizes(str(file), seed=2)
+    counts = Counter(sizes)
+    assert set(counts) == {22, 300, 16777216}
+    assert counts[300] / len(sizes) == pytest.approx(0.5, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("", "is not fixed, not lognormal:"),
+        ("lognormal", "no file to read: No such file"),
+        ("/", "no file to read: Is a directory"),
+        ("lognormal:", "is not lognormal:MEDIAN,SIGMA"),
+        ("lognormal:240", "is not lognormal:MEDIAN,SIGMA"),
+        ("lognormal:240,0.9,1000,1", "is not lognormal:MEDIAN,SIGMA"),
+        ("lognormal:240,nan", "is not lognormal:MEDIAN,SIGMA"),
+        ("lognormal:21,0.9", "MEDIAN must be at least 22"),
+        ("lognormal:240,0.9,239", "MAX from MEDIAN to"),
+        ("lognormal:240,0.9,1e9", "MAX from MEDIAN to 16777216"),
+        ("lognormal:1e9,0.9", "MAX from MEDIAN to 16777216"),
+        ("lognormal:240,-1", "SIGMA must be from 0 to 10"),
+        ("lognormal:240,11", "SIGMA must be from 0 to 10"),
+        ("/dev/zero", "is over 8388608 bytes"),
+        ("/dev/null", "has no sizes in it"),
+    ],
+)
+def test_bad_sizes_are_refused(text: str, complaint: str) -> None:
+    with pytest.raises(BadOption, match=complaint):
+        parse_sizes(text, 0)
+
+
+@pytest.mark.parametrize("line", [b"21", b"16777217", b"many", b"1e3", b"-30", b"1_000", b"9" * 5000, b"\xff"])
+def test_a_bad_line_is_told_by_its_number(tmp_path: Path, line: bytes) -> None:
+    file = tmp_path / "sizes"
+    file.write_bytes(b"22\n\n%b\n" % line)
+    with pytest.raises(BadOption, match="line 3: not a size from 22 to 16777216 bytes"):
+        parse_sizes(str(file), 0)
+
+
+def test_the_report_tells_the_sizes_that_were_sent() -> None:
+    tally = Tally()
+    assert report_of(tally).input_bytes is None
+    tally.sent = 3
+    sizes = [9000, 30, 20, 40, 8000]
+    report = tally.report(sending_s=1.0, intended_rate=3.0, generator_busy=0.1, sizes=sizes)
+    assert report.input_bytes == InputBytes(30.0, 40, 40)
+    assert input_bytes(sizes, 1000) == InputBytes(3418.0, 9000, 9000)
+    assert input_bytes([*range(1, 201)], 200) == InputBytes(100.5, 198, 200)
+    out = StringIO()
+    print_report(report, Console(file=out, width=100))
+    assert "mean 30.0  p99 40  max 40" in out.getvalue()
+
+
 # Payload
 
 
@@ -132,7 +208,7 @@ METADATA = b'"metadata":{"latency_ms":9.5,"queue_ms":1.25,"upstream_ms":8,"batch
 
 
 def make(size: int = 100, **more: Any) -> Payload:
-    return Payload(host="gateway:80", base_path="/base", run_id="abcdef012345", size=size, **more)
+    return Payload(host="gateway:80", base_path="/base", run_id="abcdef012345", sizes=[size], **more)
 
 
 def sent_body(payload: Payload) -> dict[str, Any]:
@@ -168,6 +244,36 @@ def test_only_the_expected_output_is_right(size: int) -> None:
         assert payload.verify(answer(output), 0, NUMBER) is None
     # The output of another request differs in nothing but its nonce.
     assert payload.verify(answer(right), 0, b"0000002b") is None
+
+
+def test_each_request_has_the_size_of_its_turn() -> None:
+    sizes = [22, 5000, 23, 100]
+    payload = Payload(host="gateway:80", base_path="", run_id="abcdef012345", sizes=sizes)
+    other = make_embeddings(sizes=sizes)
+    outputs = set[str]()
+    for number in range(1, 9):
+        named = b"%08x" % number
+        head, _, body = payload.request(named).partition(b"\r\n\r\n")
+        assert b"Content-Length: %d" % len(body) in head
+        text = msgspec.json.decode(body)["input"]
+        assert len(msgspec.json.encode(text)) == sizes[number % 4]
+        assert payload.verify(answer(text[::-1]), 0, named) == (1.25, 64)
+        # The answer of a request of another size is wrong, and so is one that is too long or too short.
+        for wrong in (*outputs, text[::-1] + "a", "b" + text[::-1], text[::-1][1:]):
+            assert payload.verify(answer(wrong), 0, named) is None
+        outputs.add(text[::-1])
+        assert other.verify(embeddings(sent(other, named)[1]["input"], 8), 0, named) == NOT_TOLD
+    assert len(outputs) == 8
+
+
+def test_poison_goes_where_it_has_room() -> None:
+    payload = Payload(
+        host="", base_path="", run_id="abcdef012345", sizes=[22, 100, 27, 28], poison="POISON", poison_every=1
+    )
+    texts = [msgspec.json.decode(payload.request(b"%08x" % n).partition(b"\r\n\r\n")[2])["input"] for n in range(4)]
+    assert [len(text) for text in texts] == [20, 98, 25, 26]
+    assert ["POISON" in text for text in texts] == [False, True, False, True]
+    assert payload.verify(answer(texts[2][::-1]), 0, b"00000002") is not None
 
 
 def test_the_same_answer_in_other_bytes_is_right_too() -> None:
@@ -229,7 +335,8 @@ OTHER = b"0000002b"
 
 
 def make_embeddings(**more: Any) -> EmbeddingsPayload:
-    return EmbeddingsPayload(host="gateway:80", base_path="/base", run_id="abcdef012345", size=100, **more)
+    given = {"host": "gateway:80", "base_path": "/base", "run_id": "abcdef012345", "sizes": [100], **more}
+    return EmbeddingsPayload(**given)
 
 
 def sent(payload: EmbeddingsPayload, number: bytes = NUMBER) -> tuple[str, dict[str, Any]]:

@@ -28,6 +28,13 @@ TIERS_HELP = (
     "(env:VARIABLE: from the environment; nothing: no key), the share of the requests. "
     "Example: enterprise=ent.key:5,paid=paid.key:25,free=env:FREE_KEY:70"
 )
+SIZES_HELP = (
+    "How large inputs are, as bytes of their JSON values. fixed: all as --payload-bytes says. "
+    "lognormal:MEDIAN,SIGMA: as texts usually are, most of them short and a few long; SIGMA is that of the logarithm, "
+    "and sizes are cut at 16 medians, or at a third number, as a model cuts its inputs. A file: one size a line, drawn "
+    "at random (8 MiB of lines, sizes up to 16 MiB). After 65,536 requests the same sizes come again. "
+    "Example: lognormal:240,0.9,2000"
+)
 
 
 def bench(
@@ -49,7 +56,7 @@ def bench(
         Literal["poisson", "uniform"],
         typer.Option(help="Random gaps as of independent clients, or even ones."),
     ] = "poisson",
-    seed: Annotated[int, typer.Option(help="The same seed gives the same Poisson arrivals.")] = 0,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same Poisson arrivals and the same sizes.")] = 0,
     connections: Annotated[
         int | None,
         typer.Option(
@@ -58,10 +65,13 @@ def bench(
         ),
     ] = None,
     payload_bytes: Annotated[int, typer.Option(help="Size of each input's JSON value.")] = 2000,
+    sizes: Annotated[str, typer.Option(metavar="fixed|lognormal:MEDIAN,SIGMA|FILE", help=SIZES_HELP)] = "fixed",
     poison: Annotated[
         str, typer.Option(help="Text that the simulated GPU refuses (its own --poison); refusals count as errors.")
     ] = "",
-    poison_every: Annotated[int, typer.Option(help="One request in so many carries the poison.", min=0)] = 0,
+    poison_every: Annotated[
+        int, typer.Option(help="One request in so many carries the poison, if its size has room.", min=0)
+    ] = 0,
     mode: Annotated[
         Literal["sync", "task"],
         typer.Option(help="Wait for the answer, or submit a task and long-poll its result."),
@@ -99,6 +109,7 @@ def bench(
     from rich.console import Console
 
     from carpool.tools.bench import run
+    from carpool.tools.bench.sizes import parse_sizes
 
     try:
         segments = run.segments_from(rate, duration, schedule)
@@ -106,11 +117,14 @@ def bench(
             timeout_s = run.parse_duration(timeout)
         with run.option("--tiers"):
             loads = run.parse_tiers(tiers) if tiers is not None else []
+        with run.option("--sizes"):
+            drawn = parse_sizes(sizes, seed)
         options = run.BenchOptions(
             url=url,
             segments=segments,
             connections=run.default_connections(segments) if connections is None else connections,
             payload_bytes=payload_bytes,
+            sizes=drawn,
             poison=poison,
             poison_every=poison_every,
             face=face,
@@ -184,6 +198,8 @@ def print_report(report: "Report", console: "Console") -> None:
     ):
         table.add_row(name, _ms(value))
     table.add_row("mean batch", "-" if report.batch_mean is None else f"{report.batch_mean:.1f}")
+    if (sizes := report.input_bytes) is not None:
+        table.add_row("input bytes", f"mean {sizes.mean:,.1f}  p99 {sizes.p99:,}  max {sizes.max:,}")
     table.add_row("generator", f"{report.generator_busy:.0%} of a core, late by {_ms(report.behind_ms.p99)} (p99)")
     if report.retries:
         table.add_row("sent again", f"{report.retries:,}")

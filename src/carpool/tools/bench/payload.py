@@ -1,13 +1,15 @@
 """What a request carries, and whether an answer is its own.
 
-The input is a JSON string of a fixed length: a run id and the request's number (together a nonce that no
-other request has), then filler that is the same for all. The upstream answers it reversed, so the answer is known in
-advance. All but the number is built once: making a request is one join. Over `/v1/embeddings` the input is the same
-text, and its vector is what the simulated GPU makes of that, which begins with a checksum of 24 bits.
+The input is a JSON string: a run id and the request's number (together a nonce that no other request has), then filler
+to its size, which the number tells, too. Filler is cut from one text that is the same for all. The upstream answers it
+reversed, so the answer is known in advance. All but number and length is built once: making a request is one join. Over
+`/v1/embeddings` the input is the same text, and its vector is what the simulated GPU makes of that, which begins with a
+checksum of 24 bits.
 """
 
 from array import array
 from base64 import b64decode
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -53,7 +55,7 @@ class Payload:
         host: str,
         base_path: str,
         run_id: str,
-        size: int,
+        sizes: Sequence[int],
         model: str | None = None,
         respond_async: bool = False,
         key: str = "",
@@ -61,23 +63,27 @@ class Payload:
         poison_every: int = 0,
     ) -> None:
         identity = run_id.encode().rjust(RUN_ID_DIGITS, b"0")
-        filler_size = size - PAYLOAD_BYTES_MIN
-        filler = (FILLER_ALPHABET * (filler_size // len(FILLER_ALPHABET) + 1))[:filler_size]
+        # Of filler: what each request has, by its number, and the most.
+        self._fill = [size - PAYLOAD_BYTES_MIN for size in sizes]
+        self._fill_max = max(self._fill)
+        self._filler = (FILLER_ALPHABET * (self._fill_max // len(FILLER_ALPHABET) + 1))[: self._fill_max]
         # The header line of the credential; the bench also polls tasks with it.
         self.credential = f"Authorization: Bearer {key}\r\n" if key else ""
         options = "Prefer: respond-async\r\n" if respond_async else ""
         path, opening, ending = self._body(model)
         head = (
             f"POST {base_path}{path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
-            f"{options}{self.credential}Content-Length: {len(opening) + size + len(ending)}\r\n\r\n"
+            f"{options}{self.credential}Content-Length: "
         )
-        self._head = head.encode() + opening + b'"' + identity
-        self._tail = filler + b'"' + ending
-        # Every so many requests carry the text instead of as much filler; 0: none does.
+        # What a request has before its length, between that and its number, and behind its filler.
+        self._head, self._opening, self._ending = head.encode(), b'\r\n\r\n%b"%b' % (opening, identity), b'"' + ending
+        self._unfilled = len(opening) + PAYLOAD_BYTES_MIN + len(ending)
+        # Every so many requests carry the text instead of as much filler, if they have that much; 0: none does.
         self._poison_every = poison_every if poison else 0
-        self._poison_tail = (poison.encode() + filler)[:filler_size] + b'"' + ending
+        self._poison_bytes = len(poison.encode())
+        self._poisoned = poison.encode() + self._filler
         # What an output has before and behind its number.
-        self._before, self._after = filler[::-1].decode(), identity[::-1].decode()
+        self._before, self._after = self._filler[::-1].decode(), identity[::-1].decode()
 
     def _body(self, model: str | None) -> tuple[str, bytes, bytes]:
         """The path, and what the body has before and behind the input."""
@@ -85,13 +91,18 @@ class Payload:
 
     def request(self, number: bytes) -> bytes:
         """The whole HTTP request that carries `number` (8 hexadecimal digits)."""
-        if self._poison_every and int(number, 16) % self._poison_every == 0:
-            return b"".join((self._head, number, self._poison_tail))
-        return b"".join((self._head, number, self._tail))
+        place = int(number, 16)
+        fill = self._fill[place % len(self._fill)]
+        filler = self._filler
+        if self._poison_every and place % self._poison_every == 0 and fill >= self._poison_bytes:
+            filler = self._poisoned
+        length = b"%d" % (self._unfilled + fill)
+        return b"".join((self._head, length, self._opening, number, filler[:fill], self._ending))
 
     def expected_output(self, number: bytes) -> str:
         """The string that the answer to `number` must have as its output."""
-        return f"{self._before}{number[::-1].decode()}{self._after}"
+        fill = self._fill[int(number, 16) % len(self._fill)]
+        return f"{self._before[self._fill_max - fill :]}{number[::-1].decode()}{self._after}"
 
     def verify(self, data: bytes, start: int, number: bytes) -> Journey | None:
         """What the answer that begins at `start` tells about its way, or None if its output is wrong."""

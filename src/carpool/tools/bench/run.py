@@ -68,7 +68,7 @@ def parse_duration(text: str) -> float:
         if number.endswith(suffix):
             number, unit_s = number.removesuffix(suffix), seconds
             break
-    duration_s = _number(number, f"{text!r} is not a time such as 500ms, 10s or 2m") * unit_s
+    duration_s = parse_number(number, f"{text!r} is not a time such as 500ms, 10s or 2m") * unit_s
     if duration_s <= 0:
         raise BadOption(f"{text!r} is not a time above 0")
     return duration_s
@@ -86,13 +86,14 @@ def _parse_part(part: str) -> Segment:
     text, colon, time = part.partition(":")
     if not colon:
         raise BadOption(f"{part!r} is not RATE:TIME")
-    rate = _number(text, f"{text!r} is not a rate in requests per second")
+    rate = parse_number(text, f"{text!r} is not a rate in requests per second")
     if rate < 0:
         raise BadOption(f"{text!r} is a rate below 0")
     return Segment(rate, parse_duration(time))
 
 
-def _number(text: str, complaint: str) -> float:
+def parse_number(text: str, complaint: str) -> float:
+    """A finite number; raises BadOption with this complaint."""
     try:
         number = float(text)
     except ValueError:
@@ -203,6 +204,8 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
     segments: list[Segment]
     connections: int
     payload_bytes: int = 2000
+    # Sizes of inputs, which requests take in turn; without any, each has `payload_bytes`.
+    sizes: list[int] = []
     poison: str = ""
     poison_every: int = 0
     face: Face = "http"
@@ -349,7 +352,11 @@ async def drive(
             loop.remove_signal_handler(number)
         await generator.close()
     report = generator.tally.report(
-        sending_s=generator.sending_s, intended_rate=mean_rate(options.segments), generator_busy=busy, tiers=tiers
+        sending_s=generator.sending_s,
+        intended_rate=mean_rate(options.segments),
+        generator_busy=busy,
+        tiers=tiers,
+        sizes=options.sizes,
     )
     if answers is not None:
         answers += _recorded(began, [generator.tally, *tiers])
@@ -366,7 +373,7 @@ def make_load(options: BenchOptions, target: Target, *, keep_record: bool = Fals
             host=target.host,
             base_path=target.base_path,
             run_id=run_id,
-            size=options.payload_bytes,
+            sizes=options.sizes or [options.payload_bytes],
             poison=options.poison,
             poison_every=options.poison_every,
             model=options.model,

@@ -2,7 +2,7 @@
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from math import ceil, exp, log
 
@@ -67,6 +67,22 @@ class Quantiles(msgspec.Struct, frozen=True):
     max: float | None
 
 
+class InputBytes(msgspec.Struct, frozen=True):
+    """How large the inputs were."""
+
+    mean: float
+    p99: int
+    max: int
+
+
+def input_bytes(sizes: Sequence[int], sent: int) -> InputBytes | None:
+    """Of `sent` requests that took these sizes in turn: over one round of them at most. None if there are none."""
+    taken = sorted(sizes[number % len(sizes)] for number in range(1, min(sent, len(sizes)) + 1))
+    if not taken:
+        return None
+    return InputBytes(round(sum(taken) / len(taken), 1), taken[ceil(0.99 * len(taken)) - 1], taken[-1])
+
+
 class TierReport(msgspec.Struct, frozen=True):
     """What became of one tier's requests."""
 
@@ -119,6 +135,8 @@ class Report(msgspec.Struct, frozen=True):
     refusal_ms: Quantiles
     # Refusals after which a request was sent again; those are not in `status`.
     retries: int
+    # With --sizes.
+    input_bytes: InputBytes | None = None
     # With --tiers.
     tiers: dict[str, TierReport] = {}
 
@@ -212,7 +230,13 @@ class Tally:
         return self.sent - self.ok - self.wrong - self.errors
 
     def report(
-        self, *, sending_s: float, intended_rate: float, generator_busy: float, tiers: Iterable["Tally"] = ()
+        self,
+        *,
+        sending_s: float,
+        intended_rate: float,
+        generator_busy: float,
+        tiers: Iterable["Tally"] = (),
+        sizes: Sequence[int] = (),
     ) -> Report:
         """The result so far, after `sending_s` seconds of arrivals."""
         answered = self.ok + self.wrong
@@ -241,6 +265,7 @@ class Tally:
             behind_ms=self.behind.quantiles(),
             refusal_ms=self.refusals.quantiles(),
             retries=self.retries,
+            input_bytes=input_bytes(sizes, self.sent),
             tiers={tier.name: tier.tier_report(duration_s) for tier in tiers},
         )
 
