@@ -65,7 +65,7 @@ def bench(
         ),
     ] = None,
     payload_bytes: Annotated[int, typer.Option(help="Size of each input's JSON value.")] = 2000,
-    sizes: Annotated[str, typer.Option(metavar="fixed|lognormal:MEDIAN,SIGMA|FILE", help=SIZES_HELP)] = "fixed",
+    sizes: Annotated[str, typer.Option(help=SIZES_HELP)] = "fixed",
     poison: Annotated[
         str, typer.Option(help="Text that the simulated GPU refuses (its own --poison); refusals count as errors.")
     ] = "",
