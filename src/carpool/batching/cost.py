@@ -3,14 +3,15 @@
 1. A call takes so long for itself, and longer with each input, with each KB of its inputs, and with each KB of padding:
    what its inputs are short of the largest, together. An endpoint that pads pays for padding as for inputs; one that
    computes each input for itself does not. No term is below zero.
-2. Least squares of the relative error. Old calls are forgotten slowly: MEMORY_CALLS of them count. A call that took
-   much longer than expected counts as OUTLIER times that: one that stood still somewhere says little.
+2. Least squares. Old calls are forgotten slowly: MEMORY_CALLS of them count. A call that took much longer than expected
+   counts as OUTLIER times that: one that stood still somewhere says little.
 3. Endpoints differ by a factor each; their mean is 1. The factor follows sooner than the rest.
 4. Padding counts as known when it is well above chance (`SURE_ERRORS` standard errors) and worth something: `PADDED_ON`
    of the time of a batch in order. It counts as gone below half of both, so that it does not come and go.
 """
 
 from math import inf, sqrt
+from statistics import median
 
 TERMS = ("call", "inputs", "size", "padding")
 PADDING = TERMS.index("padding")
@@ -23,15 +24,26 @@ OUTLIER = 3.0
 FACTOR_WEIGHT, MEAN_WEIGHT = 0.05, 0.05
 ENDPOINTS_MAX = 4096
 SURE_ERRORS, PADDED_ON = 4.0, 0.1
-# Where all calls have about the same number of inputs, two terms tell the same: then both get a part of it.
-RIDGE = 1e-4
+# Where two terms tell nearly the same, each gets a part of it.
+RIDGE, SAME = 1e-4, 1e-3
 SECONDS_MIN = 1e-6
 
 
 class CostModel:
     """Seconds of a call by its number of inputs, their size, and their padding."""
 
-    __slots__ = ("_calls", "_error", "_factors", "_is_padded", "_mean", "_mean_s", "_moments", "_sums", "_terms")
+    __slots__ = (
+        "_calls",
+        "_error",
+        "_first",
+        "_is_padded",
+        "_mean",
+        "_mean_s",
+        "_moments",
+        "_sums",
+        "_terms",
+        "factors",
+    )
 
     def __init__(self) -> None:
         # The normal equations.
@@ -39,9 +51,11 @@ class CostModel:
         self._sums = [0.0] * len(TERMS)
         self._terms: list[float] | None = None
         self._calls = 0
-        # The mean square of the relative error.
-        self._error = 1.0
-        self._factors: dict[str, float] = {}
+        # The first calls, until the terms are worked out: a very first one often takes long.
+        self._first: list[tuple[list[float], float]] = []
+        # The mean square of the error.
+        self._error = 0.0
+        self.factors: dict[str, float] = {}
         # Of batches in order: what the terms are multiplied with, and the seconds.
         self._mean = [0.0] * len(TERMS)
         self._mean_s = 0.0
@@ -65,30 +79,39 @@ class CostModel:
         if self._terms is None:
             return 0.0
         expected = sum(map(float.__mul__, self._terms, _row(count, size, largest)))
-        return max(expected, SECONDS_MIN) * self._factors.get(endpoint, 1.0)
+        return max(expected, SECONDS_MIN) * self.factors.get(endpoint, 1.0)
 
     def seen(self, count: int, size: int, largest: int, seconds: float, endpoint: str, *, in_order: bool) -> None:
         """A call took so long. `in_order`: its inputs were not chosen by size."""
         self._calls += 1
         row, seconds = _row(count, size, largest), max(seconds, SECONDS_MIN)
-        if in_order or not self._mean_s:
-            weight = max(MEAN_WEIGHT, 1.0 / self._calls)
-            self._mean_s += weight * (seconds - self._mean_s)
-            self._mean = [mean + weight * (each - mean) for mean, each in zip(self._mean, row, strict=True)]
+        if self._terms is None:
+            self._first.append((row, seconds))
+            if len(self._first) == SOLVED_EVERY:
+                usual_s = median(each_s for _, each_s in self._first)
+                for each, each_s in self._first:
+                    self._add(each, min(each_s, OUTLIER * usual_s), in_order=True)
+                self._first = []
+                self._error = usual_s * usual_s
+                self._work_out()
+            return
         expected = self.seconds(count, size, largest)
-        if expected:
-            seconds = self._for_endpoint(endpoint, seconds, expected)
-            self._error += MEAN_WEIGHT * ((seconds / expected - 1.0) ** 2 - self._error)
-        else:
-            expected = max(self._mean_s, SECONDS_MIN)
-        weight = 1.0 / (expected * expected)
-        for index, moments in enumerate(self._moments):
-            weighted = weight * row[index]
-            self._sums[index] = KEPT * self._sums[index] + weighted * seconds
-            for other in range(index + 1):  # it is symmetric
-                moments[other] = KEPT * moments[other] + weighted * row[other]
+        seconds = self._for_endpoint(endpoint, seconds, expected)
+        self._error += MEAN_WEIGHT * ((seconds - expected) ** 2 - self._error)
+        self._add(row, seconds, in_order)
         if self._calls % SOLVED_EVERY == 0:
             self._work_out()
+
+    def _add(self, row: list[float], seconds: float, in_order: bool) -> None:
+        for index, moments in enumerate(self._moments):
+            each = row[index]
+            self._sums[index] = KEPT * self._sums[index] + each * seconds
+            for other in range(index + 1):  # it is symmetric
+                moments[other] = KEPT * moments[other] + each * row[other]
+        if in_order:
+            weight = MEAN_WEIGHT if self._mean_s else 1.0
+            self._mean_s += weight * (seconds - self._mean_s)
+            self._mean = [mean + weight * (each - mean) for mean, each in zip(self._mean, row, strict=True)]
 
     def explains(self) -> str:
         """The term that most of the time of a batch in order goes to; "" while that is not known."""
@@ -104,7 +127,7 @@ class CostModel:
 
     def _for_endpoint(self, endpoint: str, seconds: float, expected: float) -> float:
         """The seconds as they would be at the mean of the endpoints, without outliers."""
-        factors = self._factors
+        factors = self.factors
         factor = factors.get(endpoint, 1.0)
         seconds = min(max(seconds, factor * expected / OUTLIER), factor * expected * OUTLIER)
         if endpoint not in factors and len(factors) >= ENDPOINTS_MAX:
@@ -113,12 +136,15 @@ class CostModel:
         factors[endpoint] = factor
         if self._calls % SOLVED_EVERY == 0:
             mean = sum(factors.values()) / len(factors)
-            self._factors = {name: each / mean for name, each in factors.items()}
-        return seconds / self._factors[endpoint]
+            self.factors = {name: each / mean for name, each in factors.items()}
+        return seconds / self.factors[endpoint]
 
     def _work_out(self) -> None:
         """Solve for the terms; one that comes out below zero is left out."""
         used = [index for index, moments in enumerate(self._moments) if moments[index] > 0.0]
+        (calls, *_), (together, inputs, *_), *_ = self._moments
+        if calls * inputs - together * together < SAME * calls * inputs:
+            used.remove(TERMS.index("inputs"))  # all calls have the same number: it is part of the first term
         terms, variance = _solve(self._moments, self._sums, used)
         while min(terms) < 0.0:
             used.remove(terms.index(min(terms)))
