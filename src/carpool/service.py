@@ -11,6 +11,7 @@ from carpool.admission.gate import upstream_down
 from carpool.admission.input_policy import InputPolicy
 from carpool.batching.loop import BatchLoop
 from carpool.batching.policy import make_policy
+from carpool.broker.lanes import FIT_MIN
 from carpool.broker.memory import MemoryBroker
 from carpool.core.clock import Clock, monotonic
 from carpool.core.errors import CarpoolError, QueueFull
@@ -278,10 +279,14 @@ class ModelService(ModelFace):
         """Slots that take a batch now, or in a moment.
 
         While a search is under way every call counts: then one batch is fetched ahead, so that no slot waits for Redis.
+        Where batches are put together by size, and more waits elsewhere, some are fetched to choose from.
         """
         if self.pool.is_none_closed:
             return min(self.loop.slots_due(), 1)
-        return max(self.loop.slots_due(), int(self.scheduler.searching > 0))
+        ahead = int(self.scheduler.searching > 0)
+        if self._fetched is not None and self._fetched.unread() >= FIT_MIN * self.loop.max_batch:
+            ahead += self.loop.batches_ahead()
+        return max(self.loop.slots_due(), ahead)
 
     def may_go_elsewhere(self, request: Request) -> bool:
         """Whether another batcher can serve a request that this one cannot."""
@@ -424,6 +429,8 @@ class ModelService(ModelFace):
             batch_size=self.loop.batch_sizes,
             batches=self.loop.batches,
             batch_fill=self.loop.batch_fills,
+            batches_by_size=int(self.loop.is_by_size()),
+            call_cost_share=self.loop.cost.shares(),
             upstream_calls=dispatcher.calls,
             upstream_latency_seconds=dispatcher.call_seconds,
             upstream_stray_answers=sum(strays),

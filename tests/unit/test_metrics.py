@@ -72,6 +72,8 @@ class View:
             batch_size=sizes,
             batches={"full": 3, "waited": 1},
             batch_fill={"full": Histogram((0.5, 1.0))},
+            batches_by_size=0,
+            call_cost_share={"padding": 0.5},
             upstream_calls={},
             upstream_latency_seconds=seconds,
             upstream_stray_answers=0,

@@ -55,6 +55,9 @@ TIMER_S_MIN = 0.001
 SPREAD = 0.9
 # Requests for a batch that leaves so soon may be fetched now; fetched earlier, they would take the slot of better ones.
 AHEAD_S = 0.01
+# Where batches are put together by size, so many more batches may be fetched to choose from, of so many seconds' work:
+# others cannot serve what is here any more.
+AHEAD_BATCHES_MAX, AHEAD_WORK_S = 8, 0.5
 # How long a batch waits for company that is being fetched.
 COMPANY_S = 0.01
 RETRY_AFTER_FAILURE_S = 0.01
@@ -239,6 +242,16 @@ class BatchLoop:
             return free
         return min(free, 1 + max(0, int((now + AHEAD_S - self._next_time()) / self._pace_s())))
 
+    def is_by_size(self) -> bool:
+        """Whether batches are put together by size, while many wait."""
+        return self.fit == "on" or (self.fit == "auto" and self.cost.is_padded)
+
+    def batches_ahead(self) -> int:
+        """Batches to fetch beyond what slots can take, to choose from."""
+        if not self.is_by_size() or not self.has_room():
+            return 0
+        return min(AHEAD_BATCHES_MAX, int(AHEAD_WORK_S * self._slots.total() / max(self.service_s, SECONDS_MIN)))
+
     def has_room(self) -> bool:
         """Whether the bytes of a whole batch may be sent: less room would be spent on many small ones."""
         return self._room_bytes() >= self.batch_bytes_max
@@ -316,7 +329,7 @@ class BatchLoop:
         largest = self._dispatcher.batch_max(lane, self.max_batch)
         count = min(max(send.count, 1), largest)
         is_full = self._is_full_of_bytes(lane)
-        by_size = self.fit == "on" or (self.fit == "auto" and self.cost.is_padded)
+        by_size = self.is_by_size()
         batch = self._broker.take(lane, count, now, self.batch_bytes_max, self._room_bytes(), by_size=by_size)
         if not batch:
             return not lane.waiting  # all of them had expired, or the first one is too large for now

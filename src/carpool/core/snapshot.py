@@ -274,6 +274,15 @@ class ModelNumbers(Numbers, frozen=True, kw_only=True):
     batch_fill: Annotated[
         Histograms, histogram("How full a batch was: its size by the most that may be in it; 1 is full.", "reason")
     ]
+    batches_by_size: Annotated[int, gauge("1 while batches are put together by size, 0 while in order.")]
+    call_cost_share: Annotated[
+        Counts,
+        gauge(
+            "Where the time of a batch in order goes, learned from the calls: to the call itself, to its number of "
+            "inputs, to their size, to what is padded to the largest of them. Not with `batching.fit` off.",
+            "term",
+        ),
+    ]
     upstream_calls: Annotated[Counts, counter("Upstream calls by result.", "result")]
     upstream_latency_seconds: Annotated[Histogram, histogram("Seconds of an answered upstream call.")]
     upstream_stray_answers: Annotated[
