@@ -50,6 +50,7 @@ class Stand:
         max_batch: int = 8,
         dead_letters: DeadLetters | None = None,
         is_cached: bool = False,
+        pad: bool = False,
         attempts: int = 3,
         random_share: Callable[[], float] = lambda: 0.5,
         others: OtherBatchers | None = None,
@@ -64,7 +65,7 @@ class Stand:
             models={"m": {"cache": is_cached}},
             batching=BatchingSettings(policy="fixed", max_batch=max_batch, max_wait_ms=5.0),
             broker=BrokerSettings(waiting_max=1000),
-            upstream=UpstreamSettings(endpoints=list(by_name), attempts=attempts),
+            upstream=UpstreamSettings(endpoints=list(by_name), attempts=attempts, pad=pad),
             shedding=SheddingSettings(mode="off"),
         )
         self.runtime = Runtime(settings, self.clock, random_share, lambda model: lambda address: by_name[address.url])

@@ -9,7 +9,7 @@ from carpool.core.errors import ClientLeft, InputRefused
 from carpool.core.outcome import Output
 from carpool.core.request import Request
 from carpool.testing import FakeUpstream, Witness, make_request
-from carpool.upstream.same import merge_same, still_there
+from carpool.upstream.same import fill_up, merge_same, still_there
 from support.virtual_gateway import Stand, failing
 
 
@@ -68,5 +68,47 @@ class TestOverTheUpstream:
             await asyncio.sleep(3.0)
             expected = [InputRefused if b"bad" in value else value for value in inputs]
             assert values(stand, requests) == expected
+
+        stand.run(main)
+
+
+class TestAnApiThatTakesAFixedNumber:
+    """`upstream.pad`."""
+
+    @given(st.lists(st.sampled_from([b"1", b"2", b"3"]), min_size=1, max_size=8), st.booleans())
+    def test_it_gets_as_many_and_each_member_has_its_own_place(self, inputs: list[bytes], is_cached: bool) -> None:
+        members = [make_request(str(number), Witness(), now=0.0, value=value) for number, value in enumerate(inputs)]
+        merge = (lambda requests: merge_same(requests, is_owned=False)) if is_cached else None
+        sent, places = fill_up(members, count=8, merge=merge)
+        assert len(sent) == 8
+        for request, place in zip(members, places or range(8), strict=True):
+            assert sent[place].input == request.input
+
+    def test_every_call_is_full_and_each_gets_its_own_output(self) -> None:
+        gpu = FakeUpstream(slots=2)
+        stand = Stand(gpu, max_batch=4, pad=True)
+
+        async def main() -> None:
+            requests = [stand.send(value, "o", is_same=True) for value in (b'"a"', b'"b"', b'"c"', b'"d"', b'"e"')]
+            await asyncio.sleep(0.5)
+            assert [call.inputs for call in gpu.calls] == [[b'"a"', b'"b"', b'"c"', b'"d"'], [b'"e"'] * 4]
+            assert values(stand, requests) == [b'"a"', b'"b"', b'"c"', b'"d"', b'"e"']
+            outcome = stand.witness.outcome(requests[4])
+            assert isinstance(outcome, Output)
+            assert outcome.call.batch_size == 1
+
+        stand.run(main)
+
+    def test_searches_for_a_bad_input_are_full_calls_too(self) -> None:
+        gpu = FakeUpstream(slots=2)
+        for _ in range(100):
+            gpu.then(failing(422))
+        stand = Stand(gpu, max_batch=4, pad=True)
+
+        async def main() -> None:
+            requests = [stand.send(value, "o", is_same=True) for value in (b'"a"', b'"bad"', b'"c"', b'"d"')]
+            await asyncio.sleep(3.0)
+            assert {len(call.inputs) for call in gpu.calls} == {4}
+            assert values(stand, requests) == [b'"a"', InputRefused, b'"c"', b'"d"']
 
         stand.run(main)

@@ -145,6 +145,9 @@ class UpstreamSettings(Section, frozen=True):
     ] = []
     protocol: Annotated[ProtocolName, "wire format of the API"] = "json"
     slots: Annotated[Slots, "batches that one endpoint takes at once"] = 1
+    pad: Annotated[
+        bool, "the API takes exactly `max_batch` inputs: the last one is repeated, and its further outputs are dropped"
+    ] = False
     timeout_s: Annotated[Seconds, "longest time for one attempt"] = 3.0
     attempts: Annotated[int, Meta(ge=1, le=10), "attempts for one batch, the first included"] = 4
     probe_input: Annotated[

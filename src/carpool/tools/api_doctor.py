@@ -12,7 +12,7 @@ import ssl
 import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
-from itertools import cycle, product
+from itertools import cycle, islice, product
 from typing import Any, TypeVar
 from urllib.parse import quote
 
@@ -185,7 +185,7 @@ class ApiDoctor:
         face, now, call_id = ModelFace(model), time.monotonic(), self._ids.next()
         batch = [
             Request("doctor", model.name, b"", value, len(value), 0, now, now, 0.0, now, Nobody())
-            for value, _ in zip(cycle(self._values), range(size), strict=False)
+            for value in islice(cycle(self._values), model.batching.max_batch if model.upstream.pad else size)
         ]
         for request in batch:
             face.prepare(request)

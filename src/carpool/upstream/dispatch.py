@@ -363,7 +363,7 @@ class UpstreamDispatcher:
         member.load.answered(len(sent), seconds, started)
         member.batch_limit.answered(len(sent), started)
         facts = CallFacts(
-            len(sent),
+            len(sent) if places is None else len(set(places)),
             seconds,
             parts[0].model_version,
             endpoint=member.name,

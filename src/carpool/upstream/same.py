@@ -1,10 +1,11 @@
-"""Inputs of a batch that are the same are sent once. Pure.
+"""Inputs of a batch that are the same are sent once; an API that takes a fixed number gets that many. Pure.
 
 For models whose results are kept. A gateway has coalesced its own requests already; here those of several gateways
 meet, and tasks. Leases, attempts and searches are about requests as before: only what is written in a call, and what
 comes back, is fewer.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from carpool.core.request import DONE, Request
@@ -14,7 +15,7 @@ class Merged(NamedTuple):
     """The members of a call."""
 
     # One request for each input, in the order of the first; and for each member the place of its input there: None
-    # where no two are the same.
+    # where there is one input for each member.
     sent: list[Request]
     places: list[int] | None
 
@@ -33,6 +34,14 @@ def merge_same(members: list[Request], *, is_owned: bool) -> Merged:
             sent.append(request)
         places.append(place)
     return Merged(sent, places)
+
+
+def fill_up(members: list[Request], *, count: int, merge: Callable[[list[Request]], Merged] | None) -> Merged:
+    """As many inputs as the API wants: the last one again and again, whose further outputs nobody gets."""
+    sent, places = Merged(members, None) if merge is None else merge(members)
+    if len(sent) >= count:
+        return Merged(sent, places)
+    return Merged([*sent, *[sent[-1]] * (count - len(sent))], places or list(range(len(sent))))
 
 
 def still_there(merged: Merged, members: list[Request]) -> list[Request]:
