@@ -235,6 +235,7 @@ class ModelService(ModelFace):
             company_comes=None if fetched is None else self._company_comes,
             sampled=sampled,
             fit=batching.fit,
+            batch_seconds_max=batching.batch_seconds_max or inf,
             clock=clock,
         )
         self._broker = broker

@@ -53,10 +53,15 @@ class Load:
     """The waiter of every request of a run."""
 
     def __init__(
-        self, owners: dict[str, Owner], gpu: SimulationSettings, fit: Fit, warm_s: float, measured_s: float
+        self,
+        owners: dict[str, Owner],
+        gpu: SimulationSettings,
+        batching: BatchingSettings,
+        warm_s: float,
+        measured_s: float,
     ) -> None:
         self.owners = owners
-        self.fit: Fit = fit
+        self.batching = batching
         self.gpu = gpu
         self.warm_s, self.measured_s = warm_s, measured_s
         self.clock, self.random = VirtualClock(), Random(1)
@@ -73,7 +78,7 @@ class Load:
         clients = sum(owner.clients for owner in self.owners.values())
         settings = Settings(
             model=MODEL,
-            batching=BatchingSettings(fit=self.fit),
+            batching=self.batching,
             broker=BrokerSettings(waiting_max=2 * clients),
             shedding=SheddingSettings(mode="off"),
             upstream=UpstreamSettings(endpoints=["sim:"], slots=self.gpu.slots),
@@ -134,10 +139,12 @@ class Load:
 
 def run(
     gpu: SimulationSettings,
-    fit: Fit,
+    fit: Fit = "auto",
     owners: dict[str, Owner] | None = None,
     warm_s: float = 2.0,
     seconds: float = 3.0,
+    batch_seconds_max: float = 0.0,
 ) -> Found:
     """By default 1,024 clients of one owner."""
-    return Load(owners or {"all": Owner(1024)}, gpu, fit, warm_s, seconds).run()
+    batching = BatchingSettings(fit=fit, batch_seconds_max=batch_seconds_max)
+    return Load(owners or {"all": Owner(1024)}, gpu, batching, warm_s, seconds).run()

@@ -51,3 +51,12 @@ def test_sizes_that_lie_starve_nobody() -> None:
     off, on = run(CONSTANT, "off"), run(CONSTANT, "on")
     assert on.rate > 0.98 * off.rate
     assert on.longest_s < 3 * off.longest_s
+
+
+def test_a_batch_takes_no_longer_than_it_may() -> None:
+    """2 ms and 0.5 ms an input: in 12 ms there is time for 20."""
+    gpu = SimulationSettings(latency_ms=2.0, per_item_ms=0.5, slots=2)
+    few = {"all": Owner(100, pause_s=0.01)}
+    assert run(gpu, "off", few).mean_batch > 30
+    found = run(gpu, "off", {"all": Owner(100, pause_s=0.01)}, batch_seconds_max=0.012)
+    assert 14 < found.mean_batch <= 21

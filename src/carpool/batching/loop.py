@@ -143,6 +143,8 @@ class BatchLoop:
         sampled: Callable[[Request], None] | None = None,
         # Whether batches are put together by size; `auto`: where padding costs time.
         fit: Fit = "off",
+        # No batch should take longer: it has fewer requests where one would.
+        batch_seconds_max: float = inf,
         clock: Clock = monotonic,
     ) -> None:
         self.model = model
@@ -152,8 +154,10 @@ class BatchLoop:
         self.in_flight_bytes_max = in_flight_bytes_max
         self.policy = policy
         self.fit = fit
-        # What calls cost by what is in them.
+        self.batch_seconds_max = batch_seconds_max
+        # What calls cost by what is in them; and how many times the mean the largest input of a batch is.
         self.cost = CostModel()
+        self._spread = 1.0
         self.service_s = SERVICE_S_PRIOR
         # By how much calls take more or less than that.
         self._deviation_s = 0.0
@@ -328,6 +332,8 @@ class BatchLoop:
         # Promise 4, whatever a policy says; and at least one, so that the lane gets shorter.
         largest = self._dispatcher.batch_max(lane, self.max_batch)
         count = min(max(send.count, 1), largest)
+        if self.batch_seconds_max < inf:
+            count = self._count_in_time(lane, count)
         is_full = self._is_full_of_bytes(lane)
         by_size = self.is_by_size()
         batch = self._broker.take(lane, count, now, self.batch_bytes_max, self._room_bytes(), by_size=by_size)
@@ -338,8 +344,9 @@ class BatchLoop:
             request.batch = named
         # First: nothing that fails may come between.
         ended: Callable[[float], None] = partial(self._batch_ended, len(batch))
-        if self.fit != "off":
+        if self.fit != "off" or self.batch_seconds_max < inf:
             sizes = [request.size for request in batch]
+            self._spread += SIZE_WEIGHT * (max(sizes) * len(sizes) / max(1, sum(sizes)) - self._spread)
             in_order = not by_size or lane.in_order_at == now
             ended = partial(self._learn_cost, ended, named, sum(sizes), max(sizes), in_order)
         self._dispatcher.dispatch(batch, ended)
@@ -353,6 +360,13 @@ class BatchLoop:
         if self._sampled is not None:
             self._sampled(batch[-1])
         return True
+
+    def _count_in_time(self, lane: LaneQueue, count: int) -> int:
+        """How many of a lane, `count` at most, are expected to take no longer than a batch may."""
+        mean = lane.waiting_bytes / max(1, lane.waiting)
+        while count > 1 and self.cost.seconds(count, count * mean, self._spread * mean) > self.batch_seconds_max:
+            count -= 1 + count // 16
+        return count
 
     def _count_fill(self, reason: str, fill: float) -> None:
         fills = self.batch_fills.get(reason)

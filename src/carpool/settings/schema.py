@@ -131,6 +131,9 @@ class BatchingSettings(Section, frozen=True):
     fit: Annotated[
         Fit, "put inputs of similar size together while many wait; `auto`: where calls take longer for what is padded"
     ] = "auto"
+    batch_seconds_max: Annotated[
+        float, Meta(ge=0, le=3600), "a batch that is expected to take longer has fewer requests; 0: no bound"
+    ] = 0.0
 
 
 class UpstreamSettings(Section, frozen=True):
