@@ -61,7 +61,8 @@ PATIENT = {
 ONE_AT_A_TIME = {"CARPOOL_BATCHING_MAX_BATCH": "1"}
 # Importing PyTorch, finding the GPU, the first calls.
 SERVER_START_S_MAX = 120.0
-WARM_UP_S = 3.0
+# For code and connections; and for what a size costs, which Carpool learns from some hundred calls.
+WARM_UP_S, LEARN_S = 2.0, 8.0
 LOAD_SHARE = 0.8
 
 
@@ -281,7 +282,7 @@ def fits(options: Options, run: Callable[[Server, Mapping[str, str]], Any], name
             with run(model, {**PATIENT, "CARPOOL_BATCHING_FIT": fit}) as system:
                 ports, pids = doors_of(system, options), pids_of(system)
                 urls = urls_of(ports)
-                closed(urls, WARM_UP_S, clients, *mixed)  # it learns what sizes cost
+                closed(urls, LEARN_S, clients, *mixed)
                 model.ask("batches")
                 rows.append(model.row(label, SATURATION, partial(closed, urls, options.seconds, clients, *mixed), pids))
                 batches.write_text(json.dumps([batch for part in model.ask("batches") for batch in part]))
