@@ -9,7 +9,7 @@ WORKERS ?= 6
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup redis curl promtool postgresql chromium demo check test prometheus eyes pictures lint format docs protos bench overload chaos fuzz interop clean pytest
+.PHONY: help setup redis curl promtool postgresql chromium demo check test prometheus eyes pictures lint format docs protos bench overload gpu chaos fuzz interop clean pytest
 
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
@@ -100,6 +100,11 @@ bench: setup redis ## measure beside the floor (several minutes)
 
 overload: setup ## load from half to ten times the capacity, by tier: the pictures of docs/overload.md (some minutes)
 	@$(BIN)/python bench/overload.py
+
+# PyTorch is the one of $(PYTHON): it is no part of Carpool's own environment, whose packages are lent to it.
+gpu: setup redis ## a real model on this machine's GPU behind Carpool: the figures of docs/gpu.md (needs PyTorch; some minutes)
+	@export PYTHONPATH="$$PWD/src:$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')$${PYTHONPATH:+:$$PYTHONPATH}"; \
+	$(PYTHON) bench/gpu/drive.py --out docs/gpu && $(PYTHON) bench/gpu/report.py docs/gpu
 
 chaos: setup redis ## kill, cut, overload; prints lost / wrong / duplicates, last the share answered as promised (many minutes)
 	@$(BIN)/python -m pytest tests/chaos -s

@@ -1,4 +1,4 @@
-"""Line and area charts as SVG, small multiples beside one another, readable on light and dark pages.
+"""Line, area and bar charts as SVG, small multiples beside one another, readable on light and dark pages.
 
 An x axis is logarithmic, for load from half to ten times; a y axis is linear from 0, or logarithmic.
 """
@@ -64,6 +64,25 @@ def draw(title: str, panels: Sequence[Panel], x: Axis, y: Axis, *, stacked: bool
         if mark:
             parts.append(f'<path class="mark" d="M0 {_y(y, mark)}H{WIDTH}"/>')
         parts.append("</g>")
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def draw_bars(title: str, bars: Sequence[tuple[str, float, str]], *, label_width: int = 300) -> str:
+    """Horizontal bars: what it is of, how much, and what is written behind it. The longest has the whole width."""
+    width, height = label_width + 420, 34 + 26 * len(bars)
+    longest = max((value for _, value, _ in bars), default=0.0) or 1.0
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
+        f'role="img" aria-label="{escape(title)}"><style>{STYLE}</style>',
+        f'<text class="title" x="4" y="16">{escape(title)}</text>',
+    ]
+    for number, (name, value, text) in enumerate(bars):
+        top, length = 30 + 26 * number, round(300 * value / longest, 1)
+        parts.append(
+            f'<text x="{label_width - 8}" y="{top + 13}" text-anchor="end">{escape(name)}</text>'
+            f'<rect x="{label_width}" y="{top}" width="{length}" height="18" rx="2" fill="{COLOURS[0]}"/>'
+            f'<text x="{label_width + length + 6}" y="{top + 13}">{escape(text)}</text>'
+        )
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 

@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from statistics import median
 from typing import IO, Any
@@ -188,9 +189,11 @@ def bench_all(ports: Sequence[int], *flags: str) -> list[dict[str, Any]]:
         reports = [Path(directory) / f"{number}.json" for number in range(len(ports))]
         children = [
             subprocess.Popen(
-                [*CARPOOL, "bench", f"http://127.0.0.1:{port}", "--quiet", "--json", str(report), *flags], cwd=ROOT
+                [*CARPOOL, "bench", f"http://127.0.0.1:{port}", "--quiet", "--json", str(report), *seed, *flags],
+                cwd=ROOT,
             )
-            for port, report in zip(ports, reports, strict=True)
+            # Each with a seed of its own: the same arrivals in all of them would be bursts.
+            for port, report, seed in zip(ports, reports, (("--seed", str(seed)) for seed in count()), strict=False)
         ]
         for child in children:
             child.wait(600)
