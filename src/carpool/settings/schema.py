@@ -141,7 +141,10 @@ class UpstreamSettings(Section, frozen=True):
         URL,
     ] = []
     protocol: Annotated[ProtocolName, "wire format of the API"] = "json"
-    slots: Annotated[Slots, "batches that one endpoint takes at once"] = 1
+    slots: Annotated[
+        Slots | Literal["auto"],
+        "batches that one endpoint takes at once; `auto`: Carpool finds out, one step at a time, at most 8",
+    ] = 1
     timeout_s: Annotated[Seconds, "longest time for one attempt"] = 3.0
     attempts: Annotated[int, Meta(ge=1, le=10), "attempts for one batch, the first included"] = 4
     probe_input: Annotated[
