@@ -184,7 +184,7 @@ def test_where_a_second_one_brings_nothing_as_much_is_served_as_with_one_slot() 
         site.run(scene)
         assert site.failed == []
     assert slots == [1, 1]
-    assert rates[1] == pytest.approx(rates[0], rel=0.02)
+    assert rates[True] == pytest.approx(rates[False], rel=0.02)
 
 
 def test_an_endpoint_that_refuses_a_second_call_fails_nobody() -> None:

@@ -10,9 +10,9 @@
    lowers it to REPORTED_MIN, a 429 to REFUSED_MIN, and no pause is longer than PAUSE_S_MAX.
 5. Slots that are not set are found. While each call that ends leaves a whole batch waiting, inputs answered a second
    are counted; then one slot more is tried, and they are counted again, over CALLS calls and SECONDS at least. A step
-   that brought less than GAIN is taken back, and the next one goes the other way: a slot without which less than GAIN is
-   lost stays away. Each step that is taken back doubles the time to the next, up to TRY_AFTER_S_MAX. A 429, a 503 or a
-   high load takes a slot back that is tried. How long calls take says nothing here: that grows with each slot.
+   that brought less than GAIN is taken back, and the next one goes the other way: a slot without which less than GAIN
+   is lost stays away. Each step that is taken back doubles the time to the next, up to TRY_AFTER_S_MAX. A 429, a 503 or
+   a high load takes a slot back that is tried. How long calls take says nothing here: that grows with each slot.
 """
 
 from math import inf
