@@ -195,6 +195,27 @@ def test_no_more_than_eight_are_tried_and_one_that_is_not_needed_any_more_is_tak
     assert seen[-1] in (2, 3) and min(seen) >= 1
 
 
+def test_a_slot_that_brings_nothing_any_more_is_found_out() -> None:
+    endpoint = Endpoint(640, 1280)
+    assert endpoint.run(60)[-1] == 2
+    endpoint.rates = (640,)
+    assert endpoint.run(300)[-1] == 1
+
+
+def test_under_load_a_slot_that_is_taken_away_on_trial_does_not_come_back_at_once() -> None:
+    endpoint = Endpoint(640, 1280)
+    controller = endpoint.controller
+    while endpoint.run(1) != [2]:
+        pass
+    while endpoint.run(1) != [1]:
+        pass
+    controller.refused(429, endpoint.now)
+    assert (controller.slots, controller.limit) == (1, 1)
+    assert controller.step(endpoint.now) == pytest.approx(0.7)
+    assert set(endpoint.run(TRY_AFTER_S - 1)) == {1}
+    assert 2 in endpoint.run(60)
+
+
 def test_without_a_whole_batch_waiting_nothing_is_tried() -> None:
     endpoint = Endpoint(640, 1280)
     assert set(endpoint.run(100, is_crowded=False)) == {1}

@@ -194,7 +194,8 @@ class Controller:
         if least is not None and self._is_one_more_tried:
             self._take_back(now)
         elif least is not None:
-            self._before = None  # a slot fewer, if that is tried, stays away
+            if self._before is not None:
+                self._end_try(now)  # of a slot fewer, which stays away
             self._allowed = min(self._allowed, max(least, self._allowed * DECREASE))
         elif slow is not None:  # else: too few calls to say; wait for more
             self._allowed = min(float(self.slots), self._allowed + INCREASE * self.slots)
@@ -226,19 +227,22 @@ class Controller:
             return
         gained = seen.rate / self._before
         if gained > GAIN if self._step > 0 else gained * GAIN > 1.0:
-            self._before, self._try_after_s = None, TRY_AFTER_S
-            self._try_at = now + TRY_AFTER_S
+            self._try_after_s = TRY_AFTER_S
+            self._end_try(now)
         else:
             self._take_back(now, is_known=seen.is_crowded)
 
     def _take_back(self, now: float, *, is_known: bool = True) -> None:
         """The step did not help; not `is_known`: nothing showed whether it would, for too few requests waited."""
         self._move(-self._step)
-        self._before, self._seen = None, Throughput(now)
-        self._try_at = now + self._try_after_s
+        self._end_try(now)
         if is_known:
             self._step = -self._step
             self._try_after_s = min(TRY_AFTER_S_MAX, 2 * self._try_after_s)
+
+    def _end_try(self, now: float) -> None:
+        self._before, self._seen = None, Throughput(now)
+        self._try_at = now + self._try_after_s
 
     def _move(self, step: int) -> None:
         self.slots += step
