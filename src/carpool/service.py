@@ -384,7 +384,7 @@ class ModelService(ModelFace):
         """What `/internal/fleet` shows of this model."""
         return ModelState(
             slots=self.fleet.slots(),
-            healthy_slots=self.fleet.healthy_slots(),
+            healthy_slots=round(self.fleet.healthy_slots(), 2),
             capacity_rps=round(self.capacity_rps(), 2),
             endpoints=self.fleet.endpoint_states(),
             quarantined=self.quarantine.of_model(self.name)[:QUARANTINED_SHOWN_MAX],
