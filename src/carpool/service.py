@@ -5,7 +5,7 @@ import logging
 import random
 from collections.abc import Callable, Sequence
 from functools import partial
-from math import inf
+from math import ceil, inf
 
 from carpool.admission.gate import upstream_down
 from carpool.admission.input_policy import InputPolicy
@@ -146,13 +146,14 @@ class SharedSlots:
         self._pool = scheduler.pool
         self._sharers = sharers
 
-    def total(self) -> int:
-        """This process's share; at least one."""
-        return max(1, self._pool.total() // max(1, self._sharers()))
+    def total(self) -> float:
+        """This process's share; at least one, or all there is."""
+        total = self._pool.total()
+        return max(min(1, total), total // max(1, self._sharers()))
 
     def free(self) -> int:
         """Slots of the share that could take a batch now."""
-        return max(0, min(self._pool.free(), self.total() - self._pool.busy()))
+        return max(0, min(self._pool.free(), ceil(self.total()) - self._pool.busy()))
 
     def free_for_quarantined(self) -> int:
         """Slots of the share that could take a batch of quarantined owners now."""
@@ -393,7 +394,7 @@ class ModelService(ModelFace):
         """What `/internal/fleet` shows of this model."""
         return ModelState(
             slots=self.fleet.slots(),
-            healthy_slots=self.fleet.healthy_slots(),
+            healthy_slots=round(self.fleet.healthy_slots(), 2),
             capacity_rps=round(self.capacity_rps(), 2),
             endpoints=self.fleet.endpoint_states(),
             quarantined=self.quarantine.of_model(self.name)[:QUARANTINED_SHOWN_MAX],
@@ -467,7 +468,8 @@ class ModelService(ModelFace):
 
 def addresses(model: Model) -> list[Address]:
     """Where the endpoints of a model are."""
-    return [Address(url, model.upstream.slots) for url in model.upstream.endpoints]
+    slots = model.upstream.slots
+    return [Address(url, None if slots == "auto" else slots) for url in model.upstream.endpoints]
 
 
 def endpoint_maker(model: Model, clock: Clock) -> MakeEndpoint:

@@ -72,20 +72,32 @@ class Play:
             member = pool.take_at_once(EndpointPreference(frozenset(failed), known_well=number % 5 == 0))
             self.out += [] if member is None else [member]
         elif kind == "limit":
-            pool.set_limit(pool.members[number % len(pool.members)], number % 5)
+            self.adjust(pool.members[number % len(pool.members)], load=0.1 if number % 5 else 1.0)
         elif kind == "look":
             pool.look()
+            for member in pool.members:
+                if member.breaker.state == "closed" and member.rests_until <= self.clock():
+                    assert member.offered + member.in_flight >= max(1, member.limit)  # nothing rests for too long
         elif kind == "wait":
             await asyncio.sleep(number / 500)
+
+    def adjust(self, member: EndpointState, load: float) -> None:
+        """As the watch over the endpoints does it once a second."""
+        member.controller.answered(1, 0.1, self.clock())
+        member.controller.report(load)
+        member.controller.step(self.clock())
+        self.pool.follow(member)
 
     def check(self) -> None:
         pool = self.pool
         for member in pool.members:
-            assert 1 <= member.limit <= member.endpoint.slots
+            assert 0 < member.limit <= member.controller.slots
             assert member.offered >= 0
             assert self.out.count(member) == member.in_flight
             if member.breaker.state == "closed":
-                assert member.offered == max(0, member.limit - member.in_flight)
+                offered = max(0, max(1, member.limit) - member.in_flight)
+                is_resting = member.limit < 1 and not member.offered and pool.is_any_resting
+                assert member.offered == offered or is_resting
             else:
                 assert member.offered <= 1
                 assert not member.offered or (member.in_flight == 0 and member.breaker.allows(self.clock()))
@@ -116,7 +128,8 @@ class Play:
     async def get_well(self) -> None:
         """Everything that is under way ends well, and so do the probes."""
         for member in self.pool.members:
-            self.pool.set_limit(member, member.endpoint.slots)
+            for _ in range(20):
+                self.adjust(member, load=0.1)
         for _ in range(1 + len(self.pool.members)):
             while self.out:
                 self.end(self.out.pop(), "well", gives_back_first=True)

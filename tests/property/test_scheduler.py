@@ -14,7 +14,7 @@ from carpool.core.outcome import CallFacts, Output
 from carpool.core.request import DONE, QUEUED, RUNNING, Request
 from carpool.testing import FakeClock, FakeUpstream, Witness, make_request
 from carpool.upstream.codecs.refusals import Refusal, RefusalKind
-from carpool.upstream.pool import Pool
+from carpool.upstream.pool import EndpointState, Pool
 from carpool.upstream.quarantine import Quarantine
 from carpool.upstream.scheduler import (
     Action,
@@ -45,7 +45,7 @@ STATUSES: dict[int, RefusalKind] = {
 ENDS = ("answered", "answered", "no answer", "dead", "fault", "broke", "left", *STATUSES)
 STEPS = st.lists(
     st.tuples(
-        st.sampled_from(["send", "send", "send", "end", "end", "end", "end", "leave", "wait", "pass", "tick"]),
+        st.sampled_from(["send", "send", "send", "end", "end", "end", "end", "leave", "wait", "pass", "tick", "load"]),
         st.integers(0, 999),
         st.sampled_from(ENDS),
     ),
@@ -213,14 +213,23 @@ class Play:
                 self.tell(Tick())
         elif kind == "tick":
             self.tell(Tick())
+        elif kind == "load":  # an endpoint of one slot rests between two calls then
+            self.adjust(self.pool.members[number % len(self.pool.members)], load=0.95 if number % 3 else 0.1)
         self.form()
         self.check()
+
+    def adjust(self, member: EndpointState, load: float) -> None:
+        """As the watch over the endpoints does it once a second."""
+        member.controller.answered(1, 0.1, self.clock())
+        member.controller.report(load)
+        member.controller.step(self.clock())
+        self.pool.follow(member)
 
     def check(self) -> None:
         for member in self.pool.members:
             held = sum(call.member is member for call in self.calls)
             assert member.in_flight >= held
-            assert member.offered + member.in_flight <= member.endpoint.slots or member.breaker.state != "closed"
+            assert member.offered + member.in_flight <= member.controller.slots or member.breaker.state != "closed"
         assert self.pool.free() == sum(member.offered for member in self.pool.members)
 
     def finish(self) -> None:
@@ -243,7 +252,7 @@ class Play:
             self.tell(Tick())  # slots that were held, and probes
         for member in self.pool.members:
             assert member.in_flight == 0 and member.helped == 0
-            assert member.offered == (member.limit if member.breaker.state == "closed" else 1)
+            assert member.offered == (max(1, member.limit) if member.breaker.state == "closed" else 1)
 
 
 @settings(max_examples=2 * settings().max_examples)

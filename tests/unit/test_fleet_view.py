@@ -71,6 +71,13 @@ def gateway(age_ms: int = 0, **description: Any) -> bytes:
     return value(encode_heartbeat(Heartbeat(status="ok", **description), with_models=False), age_ms)
 
 
+def test_an_endpoint_that_rests_between_calls_counts_for_its_share() -> None:
+    loaded = msgspec.structs.replace(endpoint(), limit=0.7)
+    seen = view({}, {b"one": batcher(m=model(loaded, healthy_slots=0.7, capacity_rps=224.0, batch_s=0.2))})
+    assert (seen.healthy_slots("m"), seen.capacity_rps("m")) == (0.7, 224.0)
+    assert fleet_state(seen).models["m"].endpoints[0].limit == 0.7
+
+
 def test_the_silent_are_offline_and_count_for_nothing() -> None:
     said = model(endpoint())
     seen = view({b"g": gateway(1501, rate=5.0)}, {b"old": batcher(1501, m=said), b"new": batcher(1500, m=said)})

@@ -139,7 +139,7 @@ async def test_the_load_on_the_metrics_page_sets_the_limit() -> None:
     await setup.watch.adjust_limits()
     assert setup.gpu.asked == [":8002/metrics"]
     assert (setup.member.limit, setup.state) == (2, "degraded")
-    assert setup.member.load.reported_load == pytest.approx(500 / 512)
+    assert setup.member.controller.reported_load == pytest.approx(500 / 512)
     assert setup.pool.free() == 2
     for page in (
         None,
@@ -200,7 +200,7 @@ def make_fleet(clock: Clock, *addresses: Address) -> tuple[Fleet, Callable[[Addr
     def make_endpoint(address: Address) -> Endpoint:
         if address.url == "bad":
             raise ValueError("bad")
-        return PagedUpstream(*address)
+        return PagedUpstream(address.url, address.slots or 1)
 
     fleet = Fleet(
         addresses,

@@ -48,6 +48,7 @@ PURE = [
     "upstream/breaker.py",
     "upstream/call_ids.py",
     "upstream/limits.py",
+    "upstream/controller.py",
     "upstream/load.py",
     "upstream/retry.py",
     "upstream/same.py",

@@ -14,7 +14,7 @@ import pytest
 from carpool.composition.process import changed_for_the_next_start
 from carpool.composition.tracing import resource_of
 from carpool.core.names import Role
-from carpool.service import IN_FLIGHT_BYTES_MAX
+from carpool.service import IN_FLIGHT_BYTES_MAX, addresses
 from carpool.settings import (
     ConfigError,
     Settings,
@@ -31,6 +31,7 @@ from carpool.settings import (
 from carpool.settings.keys import FLAGS, KEYS, VARIABLES, model_keys, section_keys
 from carpool.settings.resolution import ENDPOINTS_MAX, expand_endpoints
 from carpool.settings.schema import TierSettings
+from carpool.upstream.fleet import Address
 from carpool.upstream.load import parse_load_source
 from carpool.upstream.tls import UpstreamSecurity
 
@@ -65,6 +66,17 @@ class TestBatchBytes:
         for table in ("batching", "models.a"):
             told = refusal(toml=f"[{table}]\nbatch_bytes_max = {most + 1}")
             assert told.startswith(f"{table}.batch_bytes_max (carpool.toml) must be a whole number from 1 to {most}")
+
+
+class TestSlots:
+    def test_a_number_or_to_be_found(self) -> None:
+        assert load().upstream.slots == 1
+        assert load(toml="[upstream]\nslots = 4").upstream.slots == 4
+        assert load({"upstream.slots": "4"}, {"CARPOOL_UPSTREAM_SLOTS": "auto"}).upstream.slots == 4
+        assert load(env={"CARPOOL_UPSTREAM_SLOTS": "auto"}).upstream.slots == "auto"
+        found = load(toml='[upstream]\nendpoints = ["http://a:1/x"]\nslots = "auto"')
+        assert 'slots = "auto"' in dump_toml(found)
+        assert addresses(models_of(found)["default"]) == [Address("http://a:1/x", None)]
 
 
 class TestTrustedProxies:
@@ -157,7 +169,8 @@ class TestRefusals:
             ("[[tiers]]\nname = ''\ntarget_ms = 1", ["tiers[0].name (carpool.toml)", "letters"]),
             ("[[tiers]]\nname='a'\ntarget_ms=1\n" * 2, ["tiers[1].name", "two tiers called a"]),
             ("[models.a]\nslot = 1", ["models.a.slot (carpool.toml)", "did you mean models.a.slots?"]),
-            ("[models.a]\nslots = 0", ["models.a.slots (carpool.toml)", "from 1 to 65536, not 0"]),
+            ("[models.a]\nslots = 0", ["models.a.slots (carpool.toml)", 'from 1 to 65536 or "auto", not 0']),
+            ("[upstream]\nslots = 'many'", ['a whole number from 1 to 65536 or "auto", not']),
             ("[models.'a b']", ["models.'a b' (carpool.toml)", "letters, digits"]),
             ("[models]\na = 1", ["models.a (carpool.toml) must be a table"]),
             ("[models.a]\nendpoints = ['x']", ["models.a.endpoints (carpool.toml) has 'x'"]),

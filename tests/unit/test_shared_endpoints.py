@@ -26,6 +26,22 @@ async def test_the_door_of_one_of_four_does_not_count_on_what_the_others_use() -
     assert service.capacity_rps() == of_all / 4
 
 
+async def test_a_loaded_endpoint_of_one_slot_counts_for_its_share_of_the_time() -> None:
+    settings = Settings(model="m", upstream=UpstreamSettings(endpoints=["sim:"]))
+    broker = MemoryBroker(waiting_max=9, bytes_max=9, lanes_max=9, tiers=1)
+    [model] = models_of(settings).values()
+    service = ModelService(
+        model, partial(endpoint_maker, clock=monotonic), broker, None, Quarantine(), sharers=lambda: 2
+    )
+    of_all = service.capacity_rps()
+    [member] = service.pool.members
+    member.controller.report(1.0)
+    member.controller.step(0.0)
+    service.pool.follow(member)
+    assert service.capacity_rps() == pytest.approx(0.7 * of_all)
+    assert service.loop.free_slots() == 1  # it still takes a whole call
+
+
 @pytest.mark.parametrize("are_others_well", [False, True])
 async def test_after_two_failed_batches_few_are_taken_where_others_are_well(are_others_well: bool) -> None:
     settings = Settings(model="m", upstream=UpstreamSettings(endpoints=["sim:"]))

@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 from heapq import heapify, heappop, heappush
-from math import inf
+from math import ceil, inf
 from secrets import token_hex
 
 from carpool.batching.cost import CostModel
@@ -431,7 +431,7 @@ class BatchLoop:
         """When the next batch may leave."""
         return min(self._next_at, self._free_since[0] + self.max_wait_s) if self._free_since else self._next_at
 
-    def capacity_rps(self, slots: int) -> float:
+    def capacity_rps(self, slots: float) -> float:
         """Requests a second that so many slots serve while all of them are busy."""
         return slots * self.busy_size / (self._times.of(self.busy_size, self.max_batch) + self._gap_s)
 
@@ -466,8 +466,8 @@ class BatchLoop:
             waiting=max(lane.waiting, self.max_batch) if self._is_full_of_bytes(lane) else lane.waiting,
             oldest=lane.oldest(),
             rate=rate.update(lane.arrivals, now),
-            free=self.free_slots(),
-            slots=self._slots.total(),
+            free=(free := self.free_slots()),
+            slots=max(free, ceil(self._slots.total())),
             service_s=self.service_s,
             max_batch=self._dispatcher.batch_max(lane, self.max_batch),
             max_wait_s=self.max_wait_s,

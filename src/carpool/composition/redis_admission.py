@@ -277,7 +277,7 @@ class RedisAdmission(Admission):
                     view.wanted(model, tiers, without=self.redis_context.name.decode()),
                     view.batch_s(model),
                 )
-                batch = capacity * batch_s / max(1, slots)
+                batch = capacity * batch_s / (slots or 1)
                 learn_share(shedder, capacity, batch, others, stats_by_tier, batch_s, gateways)
             else:
                 at_once = slots * self._runtime.models[model].batching.max_batch / gateways

@@ -135,14 +135,14 @@ class Serving:
 
     # What operators see.
 
-    def slots_total(self) -> int:
+    def slots_total(self) -> float:
         """Slots of all models."""
         return sum(service.pool.total() for service in self.services)
 
     def utilization(self) -> float:
         """The share of all slots that was used lately."""
         busy = sum(service.utilization * service.pool.total() for service in self.services)
-        return busy / max(1, self.slots_total())
+        return busy / (self.slots_total() or 1)
 
     def describe(self) -> dict[str, ModelNumbers]:
         """What `/metrics` shows of every model."""

@@ -222,8 +222,8 @@ class Availability(Protocol):
 class Slots(Protocol):
     """What batching sees of the upstream pool: how many batches it takes at once, and one free slot at a time."""
 
-    def total(self) -> int:
-        """Slots of the endpoints in use."""
+    def total(self) -> float:
+        """Slots of the endpoints in use; one that rests between two calls counts for its share of the time."""
 
     def free(self) -> int:
         """Slots that could take a batch now."""

@@ -43,7 +43,7 @@ class Health(Page, frozen=True, kw_only=True):
     queue_depth: int
     requests_per_second: float
     broker: Annotated[Mode, Meta(description="how work is reached")] | UnsetType = UNSET
-    healthy_slots: int | UnsetType = UNSET
+    healthy_slots: float | UnsetType = UNSET
     gateways: Annotated[int, Meta(description="who live")] | UnsetType = UNSET
     batchers: Annotated[int, Meta(description="who live")] | UnsetType = UNSET
 
@@ -55,7 +55,10 @@ class EndpointHealth(Page, frozen=True, kw_only=True):
     state: Annotated[str, Meta(extra_json_schema={"enum": ["healthy", "degraded", "offline"]})]
     utilization: Annotated[float, Meta(description="as it reports it, else the busy share of its slots")]
     in_flight: Annotated[int, Meta(description="calls under way")]
-    limit: Annotated[int, Meta(description="calls it may have at once: its slots, or fewer under load")]
+    limit: Annotated[
+        float,
+        Meta(description="calls it may have at once: its slots, or fewer under load; 0.7: one, for 70 % of the time"),
+    ]
     slots: int
     breaker: Annotated[str, Meta(extra_json_schema={"enum": ["closed", "open", "half-open"]})]
     last_heartbeat: Annotated[Moment | None, Meta(description="when a call or a probe was last answered well")]
@@ -73,7 +76,7 @@ class ModelState(Page, frozen=True, kw_only=True):
     """One model and its endpoints."""
 
     slots: int
-    healthy_slots: Annotated[int, Meta(description="calls that the endpoints that work may have at once")]
+    healthy_slots: Annotated[float, Meta(description="calls that the endpoints that work may have at once")]
     capacity_rps: Annotated[float, Meta(description="healthy slots x batch when all are busy / seconds a batch takes")]
     endpoints: Sequence[EndpointHealth]
     quarantined: Annotated[
@@ -101,7 +104,7 @@ class ModelShare(Page, frozen=True, kw_only=True):
     """One model at one batcher."""
 
     slots: int
-    healthy_slots: int
+    healthy_slots: float
     in_flight: int
     current_utilization: float
     rate: float
@@ -297,7 +300,7 @@ class ModelNumbers(Numbers, frozen=True, kw_only=True):
     ]
     quarantined: Annotated[int, gauge("Owners whose inputs keep being refused, and who share no batch with others.")]
     slots: Annotated[Counts, gauge("Slots by state.", "state")]
-    healthy_slots: Annotated[int, gauge("Calls that the endpoints that work may have at once.")]
+    healthy_slots: Annotated[float, gauge("Calls that the endpoints that work may have at once.")]
     capacity_rps: Annotated[float, gauge("Requests a second that the healthy slots can serve.")]
     queue_depth: Annotated[int, gauge("Requests that wait in this process for a slot.")]
     arrival_rate: Annotated[float, gauge("Requests a second that came to this queue, lately.")]

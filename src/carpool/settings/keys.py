@@ -102,10 +102,10 @@ def describe(hint: Any) -> str:
         words = next((meta.title for meta in metas if meta.title), None)
         return words or describe(args[0]) + "".join(map(_describe_limits, metas))
     if origin in (Union, types.UnionType):
-        return describe(args[0])
+        return " or ".join(describe(each) for each in args if each is not types.NoneType)
     if origin is Literal:
         *first, last = (f'"{choice}"' for choice in args)
-        return f"{', '.join(first)} or {last}"
+        return f"{', '.join(first)} or {last}" if first else last
     if origin is list:
         return "a list of " + ("texts" if args[0] is str else describe(args[0]))
     return {str: "text", bool: "true or false", int: "a whole number", float: "a number"}[hint]

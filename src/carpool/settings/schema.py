@@ -147,7 +147,10 @@ class UpstreamSettings(Section, frozen=True):
         URL,
     ] = []
     protocol: Annotated[ProtocolName, "wire format of the API"] = "json"
-    slots: Annotated[Slots, "batches that one endpoint takes at once"] = 1
+    slots: Annotated[
+        Slots | Literal["auto"],
+        "batches that one endpoint takes at once; `auto`: Carpool finds out, one step at a time, at most 8",
+    ] = 1
     pad: Annotated[
         bool, "the API takes exactly `max_batch` inputs: the last one is repeated, and its further outputs are dropped"
     ] = False

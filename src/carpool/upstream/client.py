@@ -41,7 +41,7 @@ class HttpEndpoint:
     def __init__(
         self,
         url: str,
-        slots: int,
+        slots: int | None,
         answer_bytes_max: int,
         credentials: Credentials | None = None,
         load_header: str = "",

@@ -345,7 +345,7 @@ class UpstreamDispatcher:
         if traced is not None:
             traced.status, traced.ended = answer.status, started + seconds
         if answer.load is not None:
-            member.load.report(answer.load)
+            member.controller.report(answer.load)
         if is_slot_held:
             return self._refused(call, answer, call_id, message.path)
         if places is not None:
@@ -360,7 +360,9 @@ class UpstreamDispatcher:
         self.calls["ok"] += 1
         self.call_seconds.observe(seconds)
         call.job.ended(seconds)
-        member.load.answered(len(sent), seconds, started)
+        controller = member.controller
+        is_crowded = controller.is_auto and self.scheduler.is_crowded()
+        controller.answered(len(sent), seconds, started, is_crowded=is_crowded)
         member.batch_limit.answered(len(sent), started)
         facts = CallFacts(
             len(sent) if places is None else len(set(places)),

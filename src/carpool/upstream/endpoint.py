@@ -58,8 +58,10 @@ class Endpoint(Protocol):
 
     # For logs and metrics; without credentials.
     name: str
-    # How many batches it takes at once.
-    slots: int
+
+    @property
+    def slots(self) -> int | None:
+        """How many batches it takes at once; None: that is found out."""
 
     async def post(self, call: UpstreamCall, timeout_s: float) -> UpstreamResponse:
         """Send one call, once, and read its answer; raises AttemptFailedError, or is cancelled."""

@@ -17,7 +17,8 @@ class Address(NamedTuple):
     """Where an endpoint is, and how much it takes at once. A change of either makes it another endpoint."""
 
     url: str
-    slots: int
+    # None: that is found out.
+    slots: int | None
 
 
 MakeEndpoint = Callable[[Address], Endpoint]
@@ -84,13 +85,13 @@ class Fleet:
             self.pool.remove(endpoint, partial(self._close, endpoint))
         return len(came), len(gone)
 
-    def healthy_slots(self) -> int:
+    def healthy_slots(self) -> float:
         """Calls that the endpoints that work may have at once."""
         return healthy_slots(self.pool.members, self._clock())
 
     def slots(self) -> int:
         """Calls that all endpoints may have at once."""
-        return sum(member.endpoint.slots for member in self.pool.members)
+        return sum(member.controller.slots for member in self.pool.members)
 
     def endpoint_states(self) -> list[EndpointHealth]:
         """What the fleet's page shows of every endpoint."""

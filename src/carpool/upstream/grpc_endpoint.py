@@ -83,7 +83,7 @@ class GrpcEndpoint:
     def __init__(
         self,
         url: str,
-        slots: int,
+        slots: int | None,
         answer_bytes_max: int,
         security: UpstreamSecurity | None = None,
         clock: Clock = monotonic,

@@ -100,9 +100,8 @@ class HealthWatch:
         now = self._clock()
         for member in self._pool.members:
             member.measure(now)
-            limit = member.load.step()
-            if limit != member.limit:
-                self._pool.set_limit(member, limit)
+            member.controller.step(now)
+            self._pool.follow(member)
 
     def _pause_s(self, interval_s: float) -> float:
         """With jitter, so that many gateways do not ask together."""
@@ -161,7 +160,7 @@ class HealthWatch:
             return  # no report; that it is unwell is for the breaker to see
         value = metric_value(answer.body.decode(errors="replace"), source.metric) if answer.status == 200 else None
         if value is not None:
-            member.load.report(max(0.0, value / source.full))
+            member.controller.report(max(0.0, value / source.full))
 
 
 def breaker_shown(breaker: Breaker, now: float) -> str:
@@ -178,14 +177,14 @@ def state_of(member: EndpointState, now: float) -> EndpointStatus:
     if (
         breaker != "closed"
         or member.failed_probes
-        or member.limit < member.endpoint.slots
+        or member.limit < member.controller.slots
         or member.trouble is not None
     ):
         return "degraded"
     return "healthy"
 
 
-def healthy_slots(members: Sequence[EndpointState], now: float) -> int:
+def healthy_slots(members: Sequence[EndpointState], now: float) -> float:
     """Calls that the endpoints that work may have at once."""
     return sum(
         member.limit for member in members if member.breaker.state == "closed" and state_of(member, now) != "offline"
@@ -195,14 +194,14 @@ def healthy_slots(members: Sequence[EndpointState], now: float) -> int:
 def endpoint_state(member: EndpointState, now: float, wall: float) -> EndpointHealth:
     """What the fleet's page shows of an endpoint; `now` and `wall` are the same moment on both clocks."""
     heard_at = max(member.well_at, member.alive_at)
-    load = member.load.reported_load
+    load = member.controller.reported_load
     return EndpointHealth(
         endpoint=member.name,
         state=state_of(member, now),
         utilization=round(min(1.0, member.utilization if load is None else load), 4),
         in_flight=member.in_flight,
-        limit=member.limit,
-        slots=member.endpoint.slots,
+        limit=round(member.limit, 2),
+        slots=member.controller.slots,
         breaker=breaker_shown(member.breaker, now),
         last_heartbeat=rfc3339(wall - (now - heard_at)) if heard_at > -inf else None,
         problem=UNSET if member.trouble is None else member.trouble.text,

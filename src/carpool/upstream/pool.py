@@ -1,7 +1,8 @@
 """The endpoints of one model and their slots. No I/O: a free slot is taken, never waited for.
 
 1. Every slot is in exactly one place: offered in `_free`, taken by a call, or withheld because its endpoint's breaker
-   is open or its limit is lower than its slots.
+   is open or its limit is lower than its slots. With a limit below 1 an endpoint has one slot, which rests between two
+   calls; `look` offers it again.
 2. An endpoint whose breaker opens is offered no more. When its pause is over and its last call has ended, one slot is
    offered: the probe (`look`). Where there is a health page, it is asked before.
 3. Breakers may take at most EJECT_SHARE_MAX of the endpoints out, at least one; and any but the last that is known to
@@ -24,10 +25,10 @@ from typing import NamedTuple
 from carpool.core.defaults import half
 from carpool.core.request import Request
 from carpool.upstream.breaker import Breaker
+from carpool.upstream.controller import Controller
 from carpool.upstream.endpoint import Endpoint
 from carpool.upstream.first_contact import Trouble
 from carpool.upstream.limits import BatchLimit
-from carpool.upstream.load import LoadLimit
 
 # An endpoint that answered well within this is known to be well.
 WELL_S = 10.0
@@ -39,6 +40,8 @@ WELL_LANES_MAX = 256
 EJECT_SHARE_MAX = 0.5
 # How well an endpoint fits a wish: it failed before, it did not, or it did not and is known to be well.
 FIT_FAILED, FIT_OTHER, FIT_WELL = 0, 1, 2
+# A slot that rested for so much too long rests so much less the next time: nothing looks at it all the time.
+LATE_S_MAX = 0.05
 # Weight of the newest measurement in an endpoint's utilisation.
 UTILIZATION_WEIGHT = 0.5
 
@@ -54,6 +57,7 @@ class EndpointState:
         "alive_at",
         "batch_limit",
         "breaker",
+        "controller",
         "doubt",
         "endpoint",
         "failed",
@@ -63,9 +67,9 @@ class EndpointState:
         "is_asked",
         "is_leaving",
         "limit",
-        "load",
         "offered",
         "probing",
+        "rests_until",
         "succeeded",
         "trouble",
         "utilization",
@@ -73,15 +77,17 @@ class EndpointState:
         "well_lanes",
     )
 
-    def __init__(self, endpoint: Endpoint, breaker: Breaker, load: LoadLimit, now: float) -> None:
+    def __init__(self, endpoint: Endpoint, breaker: Breaker, controller: Controller, now: float) -> None:
         self.endpoint = endpoint
         self.breaker = breaker
-        # What it says of its load, from which its limit is worked out.
-        self.load = load
+        # Decides how many calls it gets.
+        self.controller = controller
         # How many inputs it takes in a call, as far as is known.
         self.batch_limit = BatchLimit()
-        # Calls it may have at once: its slots, or fewer while it is overloaded.
-        self.limit = endpoint.slots
+        # Calls it may have at once: its slots, or fewer while it is overloaded; below 1, the share of the time in which
+        # it may have one. And when its next one may begin then.
+        self.limit = controller.limit
+        self.rests_until = -inf
         # Calls it has now, and slots of it in the pool's list of free ones.
         self.in_flight = 0
         self.offered = 0
@@ -129,7 +135,7 @@ class EndpointState:
     def measure(self, now: float) -> None:
         """Work out the utilisation since the last time."""
         busy_s = self.busy_seconds(now)
-        share = (busy_s - self._busy_s_then) / max(1e-9, (now - self._measured) * self.endpoint.slots)
+        share = (busy_s - self._busy_s_then) / max(1e-9, (now - self._measured) * self.controller.slots)
         self.utilization += UTILIZATION_WEIGHT * (min(share, 1.0) - self.utilization)
         self._busy_s_then, self._measured = busy_s, now
 
@@ -157,27 +163,27 @@ class Pool:
         *,
         eject_share_max: float = EJECT_SHARE_MAX,
         make_breaker: Callable[[], Breaker] = Breaker,
-        make_load: Callable[[int], LoadLimit] = LoadLimit,
         random_share: Callable[[], float] = half,
         # Rule 2; None where there is no such page.
         ask_health: AskHealth | None = None,
     ) -> None:
         self._clock = clock
         self._make_breaker = make_breaker
-        self._make_load = make_load
         self.members = [self._member(endpoint) for endpoint in endpoints]
         self._eject_share_max = eject_share_max
         self._random_share = random_share
         # One entry for each free slot, dealt round so that consecutive batches go to different endpoints.
         self._free: deque[EndpointState] = deque()
-        for turn in range(max(member.limit for member in self.members)):
+        for turn in range(max(member.controller.slots for member in self.members)):
             for member in self.members:
                 if turn < member.limit:
                     self._offer(member)
+        # Endpoints whose slot rests, or did so a moment ago.
+        self._resting: set[EndpointState] = set()
         # Endpoints that have answered well, the latest last: a look for one that is well need not go through them all.
         self._answered: dict[EndpointState, None] = {}
         # What `total` says; None when it is to be counted again.
-        self._slots_in_use: int | None = None
+        self._slots_in_use: float | None = None
         # Called when a slot becomes free.
         self._notifies: list[Callable[[], None]] = []
         # Endpoints that were removed with calls under way, and what to do when those have ended.
@@ -205,15 +211,15 @@ class Pool:
         self._ask_health = ask_health
 
     def __repr__(self) -> str:
-        return f"<Pool slots={self.total()} free={self.free()} down={self.is_down}>"
+        return f"<Pool slots={self.total():g} free={self.free()} down={self.is_down}>"
 
     @property
     def endpoints(self) -> list[Endpoint]:
         """Every endpoint."""
         return [member.endpoint for member in self.members]
 
-    def total(self) -> int:
-        """Slots of the endpoints that may be called."""
+    def total(self) -> float:
+        """Slots of the endpoints that may be called; one that rests between two calls counts for its share of time."""
         if self._slots_in_use is None:
             self._slots_in_use = sum(member.limit for member in self.members if member.breaker.state == "closed")
         return self._slots_in_use or 1
@@ -275,8 +281,17 @@ class Pool:
         """Whether a breaker is not closed: `look` has something to do."""
         return self._closed < len(self.members)
 
+    @property
+    def is_any_resting(self) -> bool:
+        """Whether a slot rests: `look` has something to do."""
+        return bool(self._resting)
+
     def look(self) -> None:
-        """Offer the probes that are due (rule 2)."""
+        """Offer the slots that have rested (rule 1), and the probes that are due (rule 2)."""
+        for member in [each for each in self._resting if each.rests_until <= self._clock()]:
+            self._resting.discard(member)
+            if member.breaker.state == "closed":
+                self._offer_what_may_be(member)
         for member in self.members if self.is_any_out else ():
             if member.breaker.state == "closed" or member.is_asked:
                 continue
@@ -465,11 +480,13 @@ class Pool:
         """Whether another endpoint than these is in use."""
         return any(other.breaker.state == "closed" and other not in members for other in self.members)
 
-    def set_limit(self, member: EndpointState, limit: int) -> None:
-        """Let the endpoint have at most so many calls at once, from 1 to its slots."""
-        member.limit = max(1, min(limit, member.endpoint.slots))
+    def follow(self, member: EndpointState) -> None:
+        """Let the endpoint have as many calls as its controller says."""
+        if member.limit == member.controller.limit:
+            return
+        member.limit = member.controller.limit
         self._slots_in_use = None
-        while member.offered and member.offered + member.in_flight > member.limit:
+        while member.offered and member.offered + member.in_flight > max(1, member.limit):
             self._free.remove(member)
             member.offered -= 1
         self._offer_what_may_be(member)
@@ -489,6 +506,7 @@ class Pool:
         self._answered.pop(member, None)
         self._slots_in_use = None
         self._withdraw(member)
+        self._resting.discard(member)
         member.is_leaving = True
         self._leaving[member] = when_gone
         self._notice_if_down()
@@ -496,14 +514,17 @@ class Pool:
             self._gone(member)
 
     def _start(self, member: EndpointState) -> None:
-        member.busy_seconds(self._clock())
+        now = self._clock()
+        member.busy_seconds(now)
         member.in_flight += 1
-        if member.breaker.started(self._clock()):
+        if member.limit < 1:
+            member.rests_until = max(member.rests_until, now - LATE_S_MAX) + member.controller.interval_s
+        if member.breaker.started(now):
             member.probing = True
             self._notice_if_down()
 
     def _member(self, endpoint: Endpoint) -> EndpointState:
-        return EndpointState(endpoint, self._make_breaker(), self._make_load(endpoint.slots), self._clock())
+        return EndpointState(endpoint, self._make_breaker(), Controller(endpoint.slots), self._clock())
 
     def _gone(self, member: EndpointState) -> None:
         self._busy_s_gone += member.busy_seconds(self._clock())
@@ -519,7 +540,10 @@ class Pool:
             return
         breaker = member.breaker
         if breaker.state == "closed":
-            most = member.limit
+            most = max(1.0, member.limit)
+            if member.limit < 1 and member.rests_until > self._clock():
+                most = 0.0
+                self._resting.add(member)
             if member.helped and self.has_well(member):
                 most -= member.helped
         elif breaker.allows_others():  # beside calls that began before

@@ -466,7 +466,7 @@ class Scheduler:
 
     # What batching asks (core.ports.Slots).
 
-    def total(self) -> int:
+    def total(self) -> float:
         """Slots of the endpoints in use."""
         return self.pool.total()
 
@@ -494,6 +494,10 @@ class Scheduler:
             max_batch = self.pool.batch_max(max_batch)
         return self._shares.best_size(lane_key, max_batch) if self._shares else max_batch
 
+    def is_crowded(self) -> bool:
+        """Whether a whole batch waits for a slot."""
+        return self._all_waiting() >= self.pool.batch_max(self._max_batch)
+
     def take(self, batch: list[Request]) -> EndpointState:
         """A slot for a batch; there is one. `Formed` follows."""
         return self.pool.take(batch[0].is_quarantined)
@@ -514,7 +518,7 @@ class Scheduler:
     def is_restless(self) -> bool:
         """Whether a Tick is wanted every LOOK_S."""
         waits = self._retries or self._searches or self._held
-        return bool(waits) or bool(self.quarantined) or self.pool.is_any_out
+        return bool(waits) or bool(self.quarantined) or self.pool.is_any_out or self.pool.is_any_resting
 
     def live(self, requests: Iterable[Request]) -> list[Request]:
         """The requests that still wait and whose deadline has not passed."""
@@ -687,9 +691,11 @@ class Scheduler:
         if kind not in ("elsewhere", "give-up"):
             pool.refused(member)
             return failure._replace(is_certain=status in (400, 422))
+        if status in (429, 503):
+            member.controller.refused(status, self._now)
+            pool.follow(member)  # before the batch is tried again
         if status == 429:
             pool.refused(member)  # busy, not broken
-            member.load.refused()
         elif kind == "give-up" or not pool.has_others(member):
             # It answers: what it says may have to do with these inputs. (Where others can answer in its place, a word
             # that blames no input is its own fault.)
@@ -895,7 +901,7 @@ class Scheduler:
         pool, now = self.pool, self._clock()
         if not self._others_waiting():
             # The last free slot is kept for other owners, while some of these have waited lately.
-            return pool.free() > 1 or pool.total() == 1 or now - self._others_at > OTHERS_GONE_S
+            return pool.free() > 1 or pool.total() <= 1 or now - self._others_at > OTHERS_GONE_S
         self._others_at = now
         return self.slot_share.allows(now, pool.total()) and self._quarantined_go_before()
 

@@ -31,7 +31,7 @@ class SlotShare:
     def __repr__(self) -> str:
         return f"<SlotShare {self._balance_s:.3f} s>"
 
-    def allows(self, now: float, slots: int) -> bool:
+    def allows(self, now: float, slots: float) -> bool:
         """Whether a call may start though others wait; `slots`: those in use now."""
         most_s = self._share * slots * CARRIED_S
         if self._updated == -inf:
@@ -42,9 +42,9 @@ class SlotShare:
         self._updated = max(now, self._updated)
         return self._balance_s >= 0.0
 
-    def at_once(self, slots: int) -> int:
+    def at_once(self, slots: float) -> int:
         """How many calls may be under way before others notice."""
-        return slots if self.mostly_refused else max(1, int(self._share * slots))
+        return max(1, int(slots if self.mostly_refused else self._share * slots))
 
     @property
     def mostly_refused(self) -> float:

@@ -34,7 +34,7 @@ class ModelHeartbeat(msgspec.Struct, frozen=True, omit_defaults=True):
     """One model at one batcher."""
 
     slots: int = 0
-    healthy_slots: int = 0
+    healthy_slots: float = 0
     in_flight: int = 0
     current_utilization: float = 0.0
     rate: float = 0.0
@@ -116,7 +116,7 @@ class FleetView(msgspec.Struct, frozen=True):
         """Batchers heard of lately."""
         return [member for member in self.batchers if member.is_live]
 
-    def healthy_slots(self, model: str) -> int:
+    def healthy_slots(self, model: str) -> float:
         """Calls that the endpoints of a model that work may have at once, over all live batchers."""
         return sum(heartbeat.healthy_slots for _, heartbeat in self.serving(model))
 
@@ -146,7 +146,7 @@ class FleetView(msgspec.Struct, frozen=True):
         """
         known = self._measured(model)
         slots = sum(heartbeat.healthy_slots for heartbeat in known)
-        return sum(heartbeat.capacity_rps for heartbeat in known) * self.healthy_slots(model) / max(1, slots)
+        return sum(heartbeat.capacity_rps for heartbeat in known) * self.healthy_slots(model) / (slots or 1)
 
     def batch_s(self, model: str) -> float:
         """How long a batch takes, on average over what can be served."""
