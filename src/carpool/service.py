@@ -9,6 +9,7 @@ from math import ceil, inf
 
 from carpool.admission.gate import upstream_down
 from carpool.admission.input_policy import InputPolicy
+from carpool.batching.cost import TERMS
 from carpool.batching.loop import BatchLoop
 from carpool.batching.policy import make_policy
 from carpool.broker.lanes import FIT_MIN
@@ -435,7 +436,7 @@ class ModelService(ModelFace):
             batches=self.loop.batches,
             batch_fill=self.loop.batch_fills,
             batches_by_size=int(self.loop.is_by_size()),
-            call_cost_share=self.loop.cost.shares(),
+            call_cost_share=dict.fromkeys(TERMS, 0.0) | self.loop.cost.shares(),
             upstream_calls=dispatcher.calls,
             upstream_latency_seconds=dispatcher.call_seconds,
             upstream_stray_answers=sum(strays),

@@ -282,7 +282,7 @@ class ModelNumbers(Numbers, frozen=True, kw_only=True):
         Counts,
         gauge(
             "Where the time of a batch in order goes, learned from the calls: to the call itself, to its number of "
-            "inputs, to their size, to what is padded to the largest of them. Not with `batching.fit` off.",
+            "inputs, to their size, to what is padded to the largest of them; all 0 before some calls have ended.",
             "term",
         ),
     ]
