@@ -29,7 +29,7 @@ class BarePool(Pool):
 
     def __init__(self, endpoints: Sequence[Endpoint], *_: Any, **__: Any) -> None:
         super().__init__(endpoints, monotonic)
-        self.bare = deque(endpoint for endpoint in endpoints for _ in range(endpoint.slots))
+        self.bare = deque(endpoint for endpoint in endpoints for _ in range(endpoint.slots or 1))
         self.slots = len(self.bare)
 
     def total(self) -> int:

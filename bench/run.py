@@ -9,6 +9,7 @@ throughput  wrk, 3,000 connections, bench/floor/embedded.py and Carpool alternat
 rate        10,000 requests a second for 30 s against 40 simulated GPUs of 200 ms, with `fixed` and with `adaptive`
 policy      `adaptive` against `fixed`, real processes, same arrivals, 32 slots of 200 ms, six rates
 virtual     the same on virtual time (bench/policy.py)
+fit         `batching.fit` off and auto with GPUs that pad, embedded and over Redis, beside virtual time
 memory      20,000 requests of 2 KB waiting, above idle
 soak        5 minutes at 5,000 requests a second: is the memory flat?
 resilience  what breaker, retries and isolation cost when nothing fails: beside a gateway without them, alternating
@@ -44,6 +45,7 @@ import caching
 import distributed
 import door
 import embeddings
+import fit
 import grpc_face
 import live_page
 import measuring
@@ -277,6 +279,7 @@ SECTIONS: dict[str, Callable[[bool], None]] = {
     "rate": rate,
     "policy": policy,
     "virtual": virtual,
+    "fit": fit.fit,
     "memory": memory,
     "soak": soak,
     "resilience": resilience,

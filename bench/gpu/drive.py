@@ -266,9 +266,18 @@ def at_a_rate(options: Options) -> Section:
 def fits(options: Options, run: Callable[[Server, Mapping[str, str]], Any], name: str, *, alone: bool) -> Section:
     """`batching.fit` off and auto, through this system; each beside the server alone with the very same batches."""
     rows: list[Row] = []
+    for shape in options.shapes:
+        with server(shape, options) as model:
+            rows += fits_of(model, run, name, alone=alone)
+    return Section(model.device, MACHINE, options, rows=rows)
+
+
+def fits_of(model: Server, run: Callable[[Server, Mapping[str, str]], Any], name: str, *, alone: bool) -> list[Row]:
+    rows: list[Row] = []
+    options = model.options
     in_flight, clients = options.slots * options.processes, max(64, int(MIXED_CLIENTS * options.scale))
     mixed = ("--sizes", MIXED_SIZES)
-    with server(options.shapes[-1], options) as model, tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder:
 
         def directly(what: str, *flags: str) -> Row:
             flags = ("--batch", "64", *mixed, *flags)
@@ -290,7 +299,7 @@ def fits(options: Options, run: Callable[[Server, Mapping[str, str]], Any], name
                 steady = partial(at_rate, ports, LOAD_SHARE * capacity, options.seconds, *mixed)
                 rows.append(model.row(label, f"{LOAD_SHARE:.0%}", steady, pids))
             rows.append(directly(f"the batches of fit {fit}", "--replay", str(batches)))
-    return Section(model.device, MACHINE, options, rows=rows)
+    return rows
 
 
 MEASURE: dict[str, Callable[[Options], Section]] = {
@@ -315,7 +324,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, help="folder for the data")
     parser.add_argument("--only", default=",".join(MEASURE), help="sections, by name")
     parser.add_argument("--quick", action="store_true", help="half of the time")
-    parser.add_argument("--shapes", default="minilm,bert", help="`rate` has the first, `mixed` and `redis` the last")
+    parser.add_argument("--shapes", default="minilm,bert", help="`rate` has the first alone")
     parser.add_argument("--device", default="", help="cpu: without a GPU, to try it")
     parser.add_argument("--weights", default="", help="a folder for the server, in place of random weights")
     parser.add_argument("--processes", type=int, default=1, help="of the server, which share the GPU")

@@ -148,6 +148,7 @@ def at_a_rate(name: str, section: Section) -> str:
 ## 10,000 requests a second of 2 KB
 For {section.options.long_s:g} s, every text 500 tokens, one process of Carpool at plain defaults but for
 `upstream.slots = {section.options.slots}`: one call runs on the GPU, the next one waits there.
+The server has {section.options.processes} processes.
 
 {table_of(section.rows)}
 {command(name)}
@@ -156,16 +157,20 @@ For {section.options.long_s:g} s, every text 500 tokens, one process of Carpool 
 
 def mixed(name: str, section: Section) -> str:
     """`batching.fit` off and auto, and the server alone with the same batches."""
-    by_load = {(row.system, row.load): row for row in section.rows}
     system = next(row.system for row in section.rows if row.system != ALONE).removesuffix(", fit off")
-    off, auto = (by_load[f"{system}, fit {fit}", SATURATION] for fit in ("off", "auto"))
-    said = [f"- `auto` answers {auto.rate / off.rate:.2f} times as many as `off` at saturation."]
-    for fit, row in (("off", off), ("auto", auto)):
-        share = row.rate / by_load[ALONE, f"the batches of fit {fit}"].rate
-        holds = "" if share >= ALONE_SHARE_MIN else f", under the {ALONE_SHARE_MIN:.0%} that it should have"
+    said = []
+    for shape in dict.fromkeys(row.shape for row in section.rows):
+        by_load = {(row.system, row.load): row for row in section.rows if row.shape == shape}
+        off, auto = (by_load[f"{system}, fit {fit}", SATURATION] for fit in ("off", "auto"))
         said.append(
-            f"- With `{fit}`, Carpool does {share:.1%} of what the server alone does with the very same batches{holds}."
+            f"- {NAMES[shape]}: `auto` answers {auto.rate / off.rate:.2f} times as many as `off` at saturation."
         )
+        for fit, row in (("off", off), ("auto", auto)):
+            share = row.rate / by_load[ALONE, f"the batches of fit {fit}"].rate
+            holds = "" if share >= ALONE_SHARE_MIN else f", under the {ALONE_SHARE_MIN:.0%} that it should have"
+            said.append(
+                f"  With `{fit}` it does {share:.1%} of what the server alone does with the very same batches{holds}."
+            )
     gateways = f"{section.options.gateways} gateways and a batcher, one Redis without persistence."
     head, what = ("", "One process of Carpool.") if name == MIXED else (" over Redis", gateways)
     return f"""

@@ -71,7 +71,7 @@ def test_what_was_measured_is_said() -> None:
     assert "64.0 (MiniLM-L6, 60 tokens)" in text
     assert "9.0 times the throughput at saturation; p99 at 1,000/s 2,100 ms one by one and 90 ms batched" in text
     assert "9,999" in text
-    assert "`auto` answers 2.20 times as many as `off`" in text
+    assert "BERT-base: `auto` answers 2.20 times as many as `off`" in text
     assert "97% (91%)" in text
 
 
