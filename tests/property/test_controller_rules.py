@@ -39,7 +39,7 @@ def test_the_limit_is_in_its_bounds_never_jumps_and_comes_back(slots: int | None
             controller.answered(size, took, now, is_crowded=is_crowded)
         has_answered = has_answered or bool(calls)
         if refusal:
-            controller.refused(refusal, now)
+            controller.failed(refusal, now)
         assert controller.slots >= slots_before - 1
         now += 1.0
         limit = controller.step(now)

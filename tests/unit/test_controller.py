@@ -119,10 +119,10 @@ def test_the_last_slot_is_lowered_by_pauses() -> None:
 )
 def test_what_refusals_leave(slots: int, status: int, least: float) -> None:
     controller = Controller(slots)
-    controller.refused(status, 0.0)
+    controller.failed(status, 0.0)
     assert controller.step(0.0) == max(least, int(slots * DECREASE) or DECREASE)
     for _ in range(20):
-        controller.refused(status, 0.0)
+        controller.failed(status, 0.0)
         controller.step(0.0)
     assert controller.limit == least
 
@@ -209,7 +209,7 @@ def test_under_load_a_slot_that_is_taken_away_on_trial_does_not_come_back_at_onc
         pass
     while endpoint.run(1) != [1]:
         pass
-    controller.refused(429, endpoint.now)
+    controller.failed(429, endpoint.now)
     assert (controller.slots, controller.limit) == (1, 1)
     assert controller.step(endpoint.now) == pytest.approx(0.7)
     assert set(endpoint.run(TRY_AFTER_S - 1)) == {1}
@@ -226,10 +226,10 @@ def test_a_refusal_takes_the_slot_that_is_tried_back_at_once() -> None:
     controller = endpoint.controller
     while controller.slots == 1:
         endpoint.run(1)
-    controller.refused(503, endpoint.now)
+    controller.failed(503, endpoint.now)
     assert (controller.slots, controller.limit) == (1, 1)
     assert set(endpoint.run(TRY_AFTER_S - 1)) == {1}
-    controller.refused(429, endpoint.now)
+    controller.failed(429, endpoint.now)
     assert controller.step(endpoint.now) == pytest.approx(0.7)  # nothing is tried: the endpoint is loaded
     assert 2 in endpoint.run(60)
 
@@ -256,3 +256,19 @@ def test_enough_calls_are_counted() -> None:
     endpoint = Endpoint(64)  # a call a second
     assert set(endpoint.run(CALLS)) == {1}
     assert 2 in endpoint.run(3)
+
+
+def test_what_was_answered_with_fewer_slots_is_no_measure_for_a_step() -> None:
+    """A second slot brings nothing here, though more is answered than while the endpoint was loaded."""
+    controller = Controller(None)
+    controller.report(0.95)
+    controller.step(0.0)
+    seen = []
+    for second in range(20):
+        calls = int(20 * min(1, controller.limit))
+        for call in range(calls):
+            controller.answered(8, 0.05, second + call / calls, is_crowded=True)
+        controller.report(0.5)
+        controller.step(second + 1.0)
+        seen.append(controller.slots)
+    assert 2 in seen and seen[-1] == 1

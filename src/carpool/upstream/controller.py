@@ -11,8 +11,9 @@
 5. Slots that are not set are found. While each call that ends leaves a whole batch waiting, inputs answered a second
    are counted; then one slot more is tried, and they are counted again, over CALLS calls and SECONDS at least. A step
    that brought less than GAIN is taken back, and the next one goes the other way: a slot without which less than GAIN
-   is lost stays away. Each step that is taken back doubles the time to the next, up to TRY_AFTER_S_MAX. A 429, a 503 or
-   a high load takes a slot back that is tried. How long calls take says nothing here: that grows with each slot.
+   is lost stays away. Each step that is taken back doubles the time to the next, up to TRY_AFTER_S_MAX. A call
+   that fails, for whatever but its inputs, or a high load takes a slot back that is tried: it may have been one too
+   many for the GPU's memory. How long calls take says nothing here: that grows with each slot.
 """
 
 from math import inf
@@ -30,8 +31,6 @@ EXCESS_S_MIN = 0.05
 # Rule 4. A 429 may be about one client's inputs, a report is not.
 REPORTED_MIN, REFUSED_MIN = 0.1, 0.5
 PAUSE_S_MAX = 1.0
-# Weight of the newest call in the mean that pauses go by.
-CALL_WEIGHT = 0.1
 # Rule 5.
 FOUND_MAX = 8
 CALLS, SECONDS = 40, 2.0
@@ -132,6 +131,7 @@ class Controller:
         self.slots = slots or 1
         self._allowed = float(self.slots)
         self._times = ServiceTimes()
+        # How long the last call took. No mean: one call during which this process stood still would count for many.
         self._call_s = 0.0
         # Since the last step: reports, the sum of their loads, and whether a 429 or a 503 came.
         self._reports = 0
@@ -169,8 +169,8 @@ class Controller:
         self._reported_sum += load
         self.reported_load = load
 
-    def refused(self, status: int, now: float) -> None:
-        """The endpoint answered 429 or 503."""
+    def failed(self, status: int, now: float) -> None:
+        """A call failed with this status, or 0 without an answer, and not for its inputs as far as is known."""
         if self._is_one_more_tried:
             self._take_back(now)
         else:
@@ -179,7 +179,7 @@ class Controller:
 
     def answered(self, size: int, seconds: float, began: float, *, is_crowded: bool = False) -> None:
         """A batch of this size was answered after so long; `is_crowded`: a whole batch waits for the slot."""
-        self._call_s += (CALL_WEIGHT if self._call_s else 1.0) * (seconds - self._call_s)
+        self._call_s = seconds
         if not self.is_auto:
             self._times.add(size, seconds, began)
         elif is_crowded or self._before is not None:
@@ -191,6 +191,8 @@ class Controller:
         """Judge what came since the last step, and return the new limit."""
         slow = self._times.verdict() if self.reported_load is None else False
         least = self._least(slow is True)
+        if self._allowed < self.slots:
+            self._seen = Throughput(now)  # what fewer slots answered is no measure for a step
         if least is not None and self._is_one_more_tried:
             self._take_back(now)
         elif least is not None:
