@@ -148,9 +148,9 @@ class SharedSlots:
         self._sharers = sharers
 
     def total(self) -> float:
-        """This process's share; at least one, or all there is."""
+        """This process's share, of whole slots: at least one, or all there is."""
         total = self._pool.total()
-        return max(min(1, total), total // max(1, self._sharers()))
+        return min(total, max(1, ceil(total) // max(1, self._sharers())))
 
     def free(self) -> int:
         """Slots of the share that could take a batch now."""

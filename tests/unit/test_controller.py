@@ -10,7 +10,6 @@ from carpool.upstream.controller import (
     DECREASE,
     FOUND_MAX,
     PAUSE_S_MAX,
-    REFUSED_MIN,
     REPORTED_MIN,
     TRY_AFTER_S,
     TRY_AFTER_S_MAX,
@@ -114,15 +113,14 @@ def test_the_last_slot_is_lowered_by_pauses() -> None:
     assert (controller.limit, controller.interval_s) == (1, 0.0)
 
 
-@pytest.mark.parametrize(
-    ("slots", "status", "least"), [(1, 429, REFUSED_MIN), (1, 503, 1), (8, 429, REFUSED_MIN), (8, 503, 4)]
-)
+@pytest.mark.parametrize(("slots", "status", "least"), [(1, 429, 1), (1, 503, 1), (8, 429, 1), (8, 503, 8), (8, 0, 8)])
 def test_what_refusals_leave(slots: int, status: int, least: float) -> None:
+    """One client's inputs may be all that is refused: the others keep a whole slot."""
     controller = Controller(slots)
-    controller.refused(status, 0.0)
-    assert controller.step(0.0) == max(least, int(slots * DECREASE) or DECREASE)
+    controller.failed(status, 0.0)
+    assert controller.step(0.0) == max(least, int(slots * DECREASE))
     for _ in range(20):
-        controller.refused(status, 0.0)
+        controller.failed(status, 0.0)
         controller.step(0.0)
     assert controller.limit == least
 
@@ -209,7 +207,7 @@ def test_under_load_a_slot_that_is_taken_away_on_trial_does_not_come_back_at_onc
         pass
     while endpoint.run(1) != [1]:
         pass
-    controller.refused(429, endpoint.now)
+    controller.report(0.95)
     assert (controller.slots, controller.limit) == (1, 1)
     assert controller.step(endpoint.now) == pytest.approx(0.7)
     assert set(endpoint.run(TRY_AFTER_S - 1)) == {1}
@@ -226,10 +224,10 @@ def test_a_refusal_takes_the_slot_that_is_tried_back_at_once() -> None:
     controller = endpoint.controller
     while controller.slots == 1:
         endpoint.run(1)
-    controller.refused(503, endpoint.now)
+    controller.failed(503, endpoint.now)
     assert (controller.slots, controller.limit) == (1, 1)
     assert set(endpoint.run(TRY_AFTER_S - 1)) == {1}
-    controller.refused(429, endpoint.now)
+    controller.report(0.95)
     assert controller.step(endpoint.now) == pytest.approx(0.7)  # nothing is tried: the endpoint is loaded
     assert 2 in endpoint.run(60)
 
@@ -256,3 +254,19 @@ def test_enough_calls_are_counted() -> None:
     endpoint = Endpoint(64)  # a call a second
     assert set(endpoint.run(CALLS)) == {1}
     assert 2 in endpoint.run(3)
+
+
+def test_what_was_answered_with_fewer_slots_is_no_measure_for_a_step() -> None:
+    """A second slot brings nothing here, though more is answered than while the endpoint was loaded."""
+    controller = Controller(None)
+    controller.report(0.95)
+    controller.step(0.0)
+    seen = []
+    for second in range(20):
+        calls = int(20 * min(1, controller.limit))
+        for call in range(calls):
+            controller.answered(8, 0.05, second + call / calls, is_crowded=True)
+        controller.report(0.5)
+        controller.step(second + 1.0)
+        seen.append(controller.slots)
+    assert 2 in seen and seen[-1] == 1

@@ -78,6 +78,23 @@ def test_an_endpoint_that_rests_between_calls_counts_for_its_share() -> None:
     assert fleet_state(seen).models["m"].endpoints[0].limit == 0.7
 
 
+def test_older_versions_find_whole_numbers_of_slots() -> None:
+    loaded = msgspec.structs.replace(endpoint(), limit=0.7)
+    said = Heartbeat(status="ok", models={"m": model(loaded, endpoint(), healthy_slots=2.7)})
+    written = json.loads(encode_heartbeat(said, with_models=True))["models"]["m"]
+    assert (written["healthy_slots"], [each["limit"] for each in written["endpoints"]]) == (3, [1, 2])
+    assert all(isinstance(number, int) for number in (written["healthy_slots"], written["endpoints"][0]["limit"]))
+    without_shares = Heartbeat(status="ok", models={"m": model(endpoint())})
+    assert b"exact" not in encode_heartbeat(without_shares, with_models=True)
+
+
+def test_the_share_counts_where_the_endpoints_are_too_many_to_be_written() -> None:
+    loaded = msgspec.structs.replace(endpoint("e" * 1000), limit=0.5)
+    seen = view({}, {b"one": batcher(m=model(*[loaded] * (BEAT_BYTES_MAX // 1000), healthy_slots=0.5))})
+    assert seen.healthy_slots("m") == 0.5
+    assert fleet_state(seen).models["m"].endpoints == []
+
+
 def test_the_silent_are_offline_and_count_for_nothing() -> None:
     said = model(endpoint())
     seen = view({b"g": gateway(1501, rate=5.0)}, {b"old": batcher(1501, m=said), b"new": batcher(1500, m=said)})

@@ -26,7 +26,7 @@ MAX_BATCH, LATENCY_MS = 8, 50.0
 class Gpu(SimulatedEndpoint):
     """A GPU that takes so many calls at once, has one slot or is to be found out about, and may tell its load."""
 
-    def __init__(self, clock: VirtualClock, takes: int, *, is_found: bool, refuses_more: bool) -> None:
+    def __init__(self, clock: VirtualClock, takes: int, *, is_found: bool, refuses_more: int) -> None:
         super().__init__("gpu", SimulationSettings(latency_ms=LATENCY_MS, slots=takes), clock=clock)
         self.slots = None if is_found else 1  # type: ignore[assignment]
         self.load: float | None = None
@@ -36,7 +36,7 @@ class Gpu(SimulatedEndpoint):
     async def post(self, call: UpstreamCall, timeout_s: float) -> UpstreamResponse:
         if self._refuses_more and self.gpu.stats().in_flight >= self.gpu.settings.slots:
             self.refused += 1
-            return UpstreamResponse(429, b"")
+            return UpstreamResponse(self._refuses_more, b"CUDA out of memory")
         answer = await super().post(call, timeout_s)
         return UpstreamResponse(answer.status, answer.body, self.load)
 
@@ -44,7 +44,7 @@ class Gpu(SimulatedEndpoint):
 class Site:
     """An engine before one GPU, and clients that each send their next request when they have an answer."""
 
-    def __init__(self, takes: int, *, is_found: bool, clients: int = 6 * MAX_BATCH, refuses_more: bool = False) -> None:
+    def __init__(self, takes: int, *, is_found: bool, clients: int = 6 * MAX_BATCH, refuses_more: int = 0) -> None:
         self.clock = VirtualClock()
         self.gpu = Gpu(self.clock, takes, is_found=is_found, refuses_more=refuses_more)
         upstream = UpstreamSettings(endpoints=["http://gpu/infer"], slots="auto" if is_found else 1)
@@ -89,7 +89,7 @@ class Site:
         self.served += isinstance(outcome, Output)
         if not isinstance(outcome, Output):
             self.failed.append(outcome)
-        if not self.is_over:
+        elif not self.is_over:
             self.send()
 
     async def served_in(self, seconds: float) -> float:
@@ -187,8 +187,9 @@ def test_where_a_second_one_brings_nothing_as_much_is_served_as_with_one_slot() 
     assert rates[True] == pytest.approx(rates[False], rel=0.02)
 
 
-def test_an_endpoint_that_refuses_a_second_call_fails_nobody() -> None:
-    site = Site(1, is_found=True, refuses_more=True)
+@pytest.mark.parametrize("status", [429, 500, 502, 503])
+def test_an_endpoint_that_refuses_a_second_call_fails_nobody(status: int) -> None:
+    site = Site(1, is_found=True, refuses_more=status)
 
     async def scene() -> None:
         assert await site.served_in(300.0) == pytest.approx(FULL_RPS, rel=0.02)

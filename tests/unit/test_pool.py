@@ -8,6 +8,7 @@ import pytest
 
 from carpool.testing import FakeClock, FakeUpstream
 from carpool.upstream.breaker import Breaker
+from carpool.upstream.controller import PAUSE_S_MAX
 from carpool.upstream.pool import EndpointState, Pool
 
 FAILURES_MAX = 2
@@ -169,3 +170,52 @@ def test_when_the_last_endpoint_in_use_is_removed_the_pool_is_down() -> None:
         assert (is_down(pool), gone, pool.free(), pool.retry_after_s()) == (True, ["e1", "e0"], 0, 1)
 
     in_virtual_time(1, 1)(scene)
+
+
+def lower(pool: Pool, member: EndpointState) -> None:
+    """Let an endpoint say that it is loaded."""
+    member.controller.report(0.95)
+    member.controller.step(0.0)
+    pool.follow(member)
+
+
+@in_virtual_time(1)
+async def test_after_a_call_of_minutes_a_short_one_is_followed_by_a_pause_of_a_second_at_most(pool: Pool) -> None:
+    [member] = pool.members
+
+    async def call(seconds: float) -> float:
+        pool.take()
+        await asyncio.sleep(seconds)
+        pool.give_back(member)
+        member.controller.answered(8, seconds, 0.0)
+        rested_s = 0.0
+        while not pool.free():
+            await asyncio.sleep(0.01)
+            rested_s += 0.01
+            pool.look()
+        return rested_s
+
+    await call(300.0)  # this process stood still, or the model was loaded
+    lower(pool, member)
+    assert await call(0.1) == pytest.approx(PAUSE_S_MAX, abs=0.02)
+    assert await call(0.1) < 0.1  # and it is forgotten
+
+
+def test_a_new_limit_offers_no_probe_before_the_health_page_was_asked() -> None:
+    clock = FakeClock()
+    asked: list[EndpointState] = []
+    pool = Pool(
+        [FakeUpstream("e", 1)],
+        clock,
+        make_breaker=lambda: Breaker(failures_max=FAILURES_MAX),
+        ask_health=lambda member, tell: asked.append(member),
+    )
+    [member] = pool.members
+    lower(pool, member)
+    fail(pool, member)
+    clock.now += 60.0
+    member.controller.step(clock())
+    pool.follow(member)
+    assert (states(pool), pool.free(), asked) == (["open"], 0, [])
+    pool.look()
+    assert (pool.free(), asked) == (0, [member])

@@ -42,6 +42,22 @@ async def test_a_loaded_endpoint_of_one_slot_counts_for_its_share_of_the_time() 
     assert service.loop.free_slots() == 1  # it still takes a whole call
 
 
+@pytest.mark.parametrize(("gateways", "free"), [(1, 4), (2, 2), (4, 1), (9, 1)])
+async def test_an_endpoint_that_rests_now_and_then_costs_no_whole_slot(gateways: int, free: int) -> None:
+    settings = Settings(model="m", upstream=UpstreamSettings(endpoints=[f"sim:?seed={number}" for number in range(4)]))
+    broker = MemoryBroker(waiting_max=9, bytes_max=9, lanes_max=9, tiers=1)
+    [model] = models_of(settings).values()
+    endpoints = partial(endpoint_maker, clock=monotonic)
+    service = ModelService(model, endpoints, broker, None, Quarantine(), lambda: gateways)
+    assert service.loop.free_slots() == free
+    member = service.pool.members[0]
+    member.controller.report(1.0)
+    member.controller.step(0.0)
+    service.pool.follow(member)
+    assert service.pool.total() == pytest.approx(3.7)
+    assert service.loop.free_slots() == free
+
+
 @pytest.mark.parametrize("are_others_well", [False, True])
 async def test_after_two_failed_batches_few_are_taken_where_others_are_well(are_others_well: bool) -> None:
     settings = Settings(model="m", upstream=UpstreamSettings(endpoints=["sim:"]))

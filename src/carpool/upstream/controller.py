@@ -2,17 +2,19 @@
 
 1. Additive increase, multiplicative decrease. `step` is called once a second: an endpoint that was overloaded since the
    last step gets DECREASE of what it had; any other gets INCREASE of its slots more, at most all.
-2. Overloaded is: it reported a load over LOAD_MAX on average (by a header or a metric); or it answered 429 or 503; or,
+2. Overloaded is: it reported a load over LOAD_MAX on average (by a header or a metric); or it answered 429; or,
    where it reports nothing, most of its calls took LATENCY_RATIO times as long as calls of about their size did lately.
-3. Time and a 503 are hints and no report: inputs may just have become longer, and what answers 503 may be broken. They
-   take away half of the slots at most, and never the last one. After WINDOW_S to twice that, what was slow is normal.
-4. Less than one call at once is one call with pauses: with 0.7 the endpoint is busy for 70 % of the time. A report
-   lowers it to REPORTED_MIN, a 429 to REFUSED_MIN, and no pause is longer than PAUSE_S_MAX.
+3. Time and a 429 are hints and no report: inputs may just have become longer, and one client's inputs may be all that
+   is refused. They never take the last slot, and time takes half of the slots at most. After WINDOW_S to twice that,
+   what was slow is normal. A 503 says nothing here: what answers it may be broken, which is for the breaker to see.
+4. Less than one call at once is one call with pauses: with 0.7 the endpoint is busy for 70 % of the time. Reports
+   lower it to REPORTED_MIN, and no pause is longer than PAUSE_S_MAX.
 5. Slots that are not set are found. While each call that ends leaves a whole batch waiting, inputs answered a second
    are counted; then one slot more is tried, and they are counted again, over CALLS calls and SECONDS at least. A step
    that brought less than GAIN is taken back, and the next one goes the other way: a slot without which less than GAIN
-   is lost stays away. Each step that is taken back doubles the time to the next, up to TRY_AFTER_S_MAX. A 429, a 503 or
-   a high load takes a slot back that is tried. How long calls take says nothing here: that grows with each slot.
+   is lost stays away. Each step that is taken back doubles the time to the next, up to TRY_AFTER_S_MAX. A call
+   that fails, for whatever but its inputs, or a high load takes a slot back that is tried: it may have been one too
+   many for the GPU's memory. How long calls take says nothing here: that grows with each slot.
 """
 
 from math import inf
@@ -27,11 +29,9 @@ LATENCY_RATIO = 2.0
 # Calls needed to say that they are slow, and the least excess: less may be the gateway's own delay.
 CALLS_MIN = 8
 EXCESS_S_MIN = 0.05
-# Rule 4. A 429 may be about one client's inputs, a report is not.
-REPORTED_MIN, REFUSED_MIN = 0.1, 0.5
+# Rule 4.
+REPORTED_MIN = 0.1
 PAUSE_S_MAX = 1.0
-# Weight of the newest call in the mean that pauses go by.
-CALL_WEIGHT = 0.1
 # Rule 5.
 FOUND_MAX = 8
 CALLS, SECONDS = 40, 2.0
@@ -122,7 +122,7 @@ class Controller:
     """How many calls one endpoint gets."""
 
     __slots__ = (
-        "_allowed", "_before", "_call_s", "_is_refusing", "_is_unavailable", "_reported_sum", "_reports", "_seen",
+        "_allowed", "_before", "_call_s", "_is_refusing", "_reported_sum", "_reports", "_seen",
         "_step", "_times", "_try_after_s", "_try_at", "is_auto", "reported_load", "slots",
     )  # fmt: skip
 
@@ -132,12 +132,12 @@ class Controller:
         self.slots = slots or 1
         self._allowed = float(self.slots)
         self._times = ServiceTimes()
+        # How long the last call took. No mean: one call during which this process stood still would count for many.
         self._call_s = 0.0
-        # Since the last step: reports, the sum of their loads, and whether a 429 or a 503 came.
+        # Since the last step: reports, the sum of their loads, and whether a 429 came.
         self._reports = 0
         self._reported_sum = 0.0
         self._is_refusing = False
-        self._is_unavailable = False
         # What it reported last, 0 to 1; None if it never did.
         self.reported_load: float | None = None
         # Rule 5: what is counted now; what was answered before the step that is tried, None while none is; its
@@ -169,17 +169,16 @@ class Controller:
         self._reported_sum += load
         self.reported_load = load
 
-    def refused(self, status: int, now: float) -> None:
-        """The endpoint answered 429 or 503."""
+    def failed(self, status: int, now: float) -> None:
+        """A call failed with this status, or 0 without an answer, and not for its inputs as far as is known."""
         if self._is_one_more_tried:
             self._take_back(now)
-        else:
-            self._is_refusing = self._is_refusing or status == 429
-            self._is_unavailable = self._is_unavailable or status == 503
+        elif status == 429:
+            self._is_refusing = True
 
     def answered(self, size: int, seconds: float, began: float, *, is_crowded: bool = False) -> None:
         """A batch of this size was answered after so long; `is_crowded`: a whole batch waits for the slot."""
-        self._call_s += (CALL_WEIGHT if self._call_s else 1.0) * (seconds - self._call_s)
+        self._call_s = seconds
         if not self.is_auto:
             self._times.add(size, seconds, began)
         elif is_crowded or self._before is not None:
@@ -191,6 +190,8 @@ class Controller:
         """Judge what came since the last step, and return the new limit."""
         slow = self._times.verdict() if self.reported_load is None else False
         least = self._least(slow is True)
+        if self._allowed < self.slots:
+            self._seen = Throughput(now)  # what fewer slots answered is no measure for a step
         if least is not None and self._is_one_more_tried:
             self._take_back(now)
         elif least is not None:
@@ -201,7 +202,7 @@ class Controller:
             self._allowed = min(float(self.slots), self._allowed + INCREASE * self.slots)
             if self.is_auto and self._allowed == self.slots and self._seen.is_known:
                 self._find(now)
-        self._reports, self._reported_sum, self._is_refusing, self._is_unavailable = 0, 0.0, False, False
+        self._reports, self._reported_sum, self._is_refusing = 0, 0.0, False
         return self.limit
 
     @property
@@ -213,8 +214,8 @@ class Controller:
         if self._reported_sum > LOAD_MAX * self._reports:
             return REPORTED_MIN
         if self._is_refusing:
-            return REFUSED_MIN
-        return max(1.0, self.slots / 2) if is_slow or self._is_unavailable else None
+            return 1.0
+        return max(1.0, self.slots / 2) if is_slow else None
 
     def _find(self, now: float) -> None:
         """Rule 5: enough was counted to judge the last step, or to begin the next."""

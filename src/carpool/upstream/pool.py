@@ -25,7 +25,7 @@ from typing import NamedTuple
 from carpool.core.defaults import half
 from carpool.core.request import Request
 from carpool.upstream.breaker import Breaker
-from carpool.upstream.controller import Controller
+from carpool.upstream.controller import PAUSE_S_MAX, Controller
 from carpool.upstream.endpoint import Endpoint
 from carpool.upstream.first_contact import Trouble
 from carpool.upstream.limits import BatchLimit
@@ -346,8 +346,11 @@ class Pool:
     def give_back(self, member: EndpointState) -> None:
         """End the use of a slot. `record_success` or `record_failure` says what the call showed of the endpoint."""
         assert member.in_flight > 0, "a slot was given back twice"
-        member.busy_seconds(self._clock())
+        now = self._clock()
+        member.busy_seconds(now)
         member.in_flight -= 1
+        if member.rests_until > now:  # this call may have been shorter than the one that its pause goes by
+            member.rests_until = min(member.rests_until, now + PAUSE_S_MAX)
         if member.is_leaving and not member.in_flight:
             self._gone(member)
         if member.breaker.state == "closed":
@@ -489,7 +492,8 @@ class Pool:
         while member.offered and member.offered + member.in_flight > max(1, member.limit):
             self._free.remove(member)
             member.offered -= 1
-        self._offer_what_may_be(member)
+        if member.breaker.state == "closed":  # else `look` offers a probe, when its health page was asked
+            self._offer_what_may_be(member)
 
     def add(self, endpoint: Endpoint) -> None:
         """Take an endpoint in while running."""

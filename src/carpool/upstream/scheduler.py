@@ -674,6 +674,9 @@ class Scheduler:
         """Count a failure, and say what it means."""
         pool, member, status, refusal = self.pool, call.member, failure.status, failure.refusal
         kind = refusal.kind
+        if kind != "split" and status not in (400, 422):
+            member.controller.failed(status, self._now)
+            pool.follow(member)  # before the batch is tried again, or an input blamed
         if kind == "fault":
             pool.record_failure(member)
             self._actions.append(Tell(member, failure.what, failure.look_at))
@@ -691,9 +694,6 @@ class Scheduler:
         if kind not in ("elsewhere", "give-up"):
             pool.refused(member)
             return failure._replace(is_certain=status in (400, 422))
-        if status in (429, 503):
-            member.controller.refused(status, self._now)
-            pool.follow(member)  # before the batch is tried again
         if status == 429:
             pool.refused(member)  # busy, not broken
         elif kind == "give-up" or not pool.has_others(member):

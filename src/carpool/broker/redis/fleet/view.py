@@ -3,9 +3,11 @@
 1. A heartbeat is JSON, bounded in bytes. A malformed one, maybe of another version, is left out.
 2. Ages are differences of two times on Redis's clock, so no clocks of two machines are ever compared.
 3. A process that fell silent is shown as offline until it is forgotten, and counts for nothing meanwhile.
+4. Older versions read whole numbers of slots only. So a share of one is written as one, and as it is in `exact`.
 """
 
 from collections.abc import Collection, Iterator
+from math import ceil
 from typing import Any
 
 import msgspec
@@ -51,6 +53,8 @@ class ModelHeartbeat(msgspec.Struct, frozen=True, omit_defaults=True):
     endpoints: tuple[EndpointHealth, ...] = ()
     # Owners whose inputs this batcher saw refused again and again.
     quarantined: tuple[str, ...] = ()
+    # Rule 4: `healthy_slots` and the limits of the endpoints, where one of them is no whole number. Only as written.
+    exact: tuple[float, ...] = ()
 
 
 class Heartbeat(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -216,6 +220,7 @@ def encode_heartbeat(said: Heartbeat, *, with_models: bool) -> bytes:
     """A heartbeat within its bound. A batcher's own `in_flight` and `current_utilization` follow from its models."""
     if not with_models:
         return _encode(replace(said, models={}))
+    said = replace(said, models={name: _in_whole_numbers(heartbeat) for name, heartbeat in said.models.items()})
     models = said.models.values()
     if models:
         in_flight = sum(heartbeat.in_flight for heartbeat in models)
@@ -280,11 +285,33 @@ def _read_member(name: bytes, value: bytes, now_ms: int, stale_s: float) -> Flee
     try:
         stamp_ms = int(stamp_text)
         stamped, heartbeat = rfc3339(stamp_ms / 1000), _decode_heartbeat(body)
+        if any(each.exact for each in heartbeat.models.values()):
+            heartbeat = replace(heartbeat, models={name: _as_it_is(each) for name, each in heartbeat.models.items()})
     except (msgspec.MsgspecError, ValueError, OverflowError, OSError, RecursionError):
         return None
     # A heartbeat from the future is as silent as an old one: the clock was set back, and none came since.
     age_s = abs(now_ms - stamp_ms) / 1000
     return FleetMember(name.decode(errors="replace"), age_s, age_s <= stale_s, stamped, heartbeat)
+
+
+def _in_whole_numbers(heartbeat: ModelHeartbeat) -> ModelHeartbeat:
+    """As it is written (rule 4)."""
+    exact = (heartbeat.healthy_slots, *(endpoint.limit for endpoint in heartbeat.endpoints))
+    if all(isinstance(number, int) for number in exact):
+        return heartbeat
+    whole = tuple(replace(endpoint, limit=ceil(endpoint.limit)) for endpoint in heartbeat.endpoints)
+    return replace(heartbeat, healthy_slots=ceil(heartbeat.healthy_slots), endpoints=whole, exact=exact)
+
+
+def _as_it_is(heartbeat: ModelHeartbeat) -> ModelHeartbeat:
+    """As it was said, before it was written."""
+    if not heartbeat.exact:
+        return heartbeat
+    healthy_slots, *limits = heartbeat.exact
+    endpoints = heartbeat.endpoints
+    if len(limits) == len(endpoints):  # else they were too many to be written
+        endpoints = tuple(replace(each, limit=limit) for each, limit in zip(endpoints, limits, strict=True))
+    return replace(heartbeat, healthy_slots=healthy_slots, endpoints=endpoints, exact=())
 
 
 def _model_state(view: FleetView, model: str) -> ModelState:
@@ -322,7 +349,7 @@ def _facts(member: FleetMember) -> dict[str, Any]:
 
 def _share_of(heartbeat: ModelHeartbeat) -> ModelShare:
     facts = msgspec.structs.asdict(heartbeat)
-    for own in ("endpoints", "batch_s", "probes", "retry_after_s", "is_open_to_others"):
+    for own in ("endpoints", "batch_s", "probes", "retry_after_s", "is_open_to_others", "exact"):
         del facts[own]
     return ModelShare(**facts)
 
