@@ -11,7 +11,8 @@
    one batch: what others sent is sorted by owner when a batch is taken that leaves some of it.
 5. Requests that were put back go before all others: they have been paid for.
 6. A request may be taken out of its turn (`charge`): its owner pays for it at once, and it stays in the line like those
-   that were settled while they waited. Nobody meets either again.
+   that were settled while they waited. Nobody meets either again: if it is put back it waits in `back`, and what is
+   still in the line is dead.
 7. The line's place among lines is that of its longest-waiting request, whichever goes next: sharing inside a line takes
    nothing from other lines, and gives them nothing.
 """
@@ -56,7 +57,7 @@ class BatchBuilder:
         moved_bytes = dead = 0
         while queue and room and bytes_left >= 0:
             request = popleft()
-            if request.phase != QUEUED:
+            if request.phase != QUEUED or request.is_back:
                 dead += 1
                 continue
             if request.place > bound:
@@ -200,13 +201,17 @@ class FairQueue:
         self._serial += 1
         heappush(self._turns, (backlog.start, self._serial, backlog))
 
-    def put_back(self, request: Request) -> None:
-        """Let a request that was taken wait again, before those behind it."""
+    def put_back(self, request: Request, *, is_moved: bool = False) -> None:
+        """Let a request that was taken wait again, before those behind it. `is_moved`: it comes from another lane."""
         newest = self._came or self.mixed or self.plain
-        if newest and newest[-1].place <= request.place:  # it moves to this lane from another
+        request.is_back = not (is_moved and newest and newest[-1].place <= request.place)
+        if not request.is_back:
             self.add(request)
             return
         back = self.back
+        if back and back[-1].place <= request.place:
+            back.append(request)
+            return
         later: list[Request] = []
         while back and back[0].place < request.place:  # a few at most
             later.append(back.popleft())
@@ -216,7 +221,7 @@ class FairQueue:
     def longest_waiting(self) -> Request | None:
         """The request with the smallest place; None if none waits."""
         other = self._longest_shared() if self.is_shared else self._first_of(self.plain) or self._first_of(self.mixed)
-        if not self.back or (first := self._first_of(self.back)) is None:
+        if not self.back or (first := self._first_back()) is None:
             return other
         return other if other is not None and other.place < first.place else first
 
@@ -245,30 +250,44 @@ class FairQueue:
         return number, size
 
     def newcomers(self, since: float, most: int) -> list[Request]:
-        """Requests whose turn is near though they came after `since`: of owners that have none from before it."""
+        """Requests whose turn comes with the next `most`, though they came after `since`: of owners that have none from
+        before it.
+        """
         if self.mixed:
             self._share()
+        if not self.is_shared:
+            head = self._first_of(self.plain)
+            return [] if head is None or head.arrived <= since else list(filter(_waits, islice(self.plain, most)))
         found: list[Request] = []
-        # The first of a heap are about the smallest of it.
-        for _, _, backlog in self._turns[:most]:
-            if (first := self._first_in(backlog)) is not None and first.arrived > since:
-                found += islice(chain((first,), backlog.more or ()), most - len(found))
-        if not self.is_shared and (head := self._first_of(self.plain)) is not None and head.arrived > since:
-            found += islice(self.plain, most)
-        return [request for request in found if request.phase == QUEUED]
+        turns = self._turns[:most]  # the first of a heap are about the smallest of it
+        until = self._virtual + most / max(1, len(self._turns))
+        for _, _, backlog in turns:
+            if (first := self._first_in(backlog)) is None or first.arrived <= since:
+                continue
+            start = backlog.start
+            for request in filter(_waits, chain((first,), islice(backlog.more or (), most))):
+                if start >= until:
+                    break
+                found.append(request)
+                start += cost_of(request)
+        return found
+
+    def lag(self) -> float:
+        """How much less than its share the owner has had whose turn it is."""
+        return self._virtual - self._turns[0][0] if self._next_shared() is not None else 0.0
 
     def charge(self, request: Request) -> None:
         """A request that waits here is taken out of its turn."""
         if self.mixed:
             self._share()
-        if (backlog := self._backlogs.get(request.owner)) is not None:
-            cost = 1.0 + request.size / COST_BYTES
+        if not request.is_back and (backlog := self._backlogs.get(request.owner)) is not None:
+            cost = cost_of(request)
             backlog.start += cost
             self._virtual += cost / len(self._turns)
 
     def rebuild(self, leaving: Request | None = None) -> None:
         """Remove all the dead, and one that is about to be settled."""
-        self.back = living(self.back, leaving)
+        self.back = deque(each for each in self.back if each.phase == QUEUED and each is not leaving)
         self.plain = living(self.plain, leaving)
         self.mixed = living(self.mixed, leaving)
         self.dead = 0
@@ -290,15 +309,15 @@ class FairQueue:
 
     def requests(self) -> list[Request]:
         """All that wait."""
-        found = [*self.back, *self.plain, *self.mixed]
+        found = [*self.plain, *self.mixed]
         if self.is_shared:
             shared = [request for backlog in self._backlogs.values() for request in backlog.requests()]
             found += sorted(shared, key=lambda request: request.arrived)
-        return [request for request in found if request.phase == QUEUED]
+        return [*(each for each in self.back if each.phase == QUEUED), *filter(_waits, found)]
 
     def _move_back(self, builder: BatchBuilder, bound: float, queue_stats: WaitingCount) -> tuple[int, int]:
         number = moved_bytes = 0
-        while builder.room and (request := self._first_of(self.back)) is not None:
+        while builder.room and (request := self._first_back()) is not None:
             if request.place > bound or not builder.accepts(request):
                 break
             self.back.popleft()
@@ -313,7 +332,7 @@ class FairQueue:
         while builder.room and turns:
             start, _, backlog = turns[0]
             request = backlog.first
-            if request is None or request.phase != QUEUED or start < backlog.start:
+            if request is None or request.phase != QUEUED or request.is_back or start < backlog.start:
                 if (request := self._next_shared()) is None:
                     break
                 start, _, backlog = turns[0]
@@ -420,7 +439,7 @@ class FairQueue:
         came, backlogs = self._came, self._backlogs
         while came:
             request = came[0]
-            backlog = backlogs.get(request.owner) if request.phase == QUEUED else None
+            backlog = backlogs.get(request.owner) if _waits(request) else None
             # A request that still waits is its owner's first: those before it were before it here, too.
             if backlog is not None and self._first_in(backlog) is request:
                 return request
@@ -430,15 +449,24 @@ class FairQueue:
     def _first_of(self, queue: deque[Request]) -> Request | None:
         """The first that lives; the dead before it go."""
         while queue:
-            if queue[0].phase == QUEUED:
+            if _waits(queue[0]):
                 return queue[0]
             queue.popleft()
             self.dead -= 1
         return None
 
+    def _first_back(self) -> Request | None:
+        """The same, of those that were put back."""
+        while self.back:
+            if self.back[0].phase == QUEUED:
+                return self.back[0]
+            self.back.popleft()
+            self.dead -= 1
+        return None
+
     def _first_in(self, backlog: Backlog) -> Request | None:
         """The same, of one owner."""
-        while (request := backlog.first) is not None and request.phase != QUEUED:
+        while (request := backlog.first) is not None and not _waits(request):
             backlog.first = backlog.more.popleft() if backlog.more else None
             self.dead -= 1
             self._size -= 1
@@ -447,4 +475,14 @@ class FairQueue:
 
 def living(queue: Iterable[Request], leaving: Request | None) -> deque[Request]:
     """The queue without settled requests, and without one that is about to be settled."""
-    return deque(request for request in queue if request.phase == QUEUED and request is not leaving)
+    return deque(request for request in queue if _waits(request) and request is not leaving)
+
+
+def cost_of(request: Request) -> float:
+    """What a request costs its owner."""
+    return 1.0 + request.size / COST_BYTES
+
+
+def _waits(request: Request) -> bool:
+    """Whether a request that is found in a line still waits there (rule 6)."""
+    return request.phase == QUEUED and not request.is_back
