@@ -154,8 +154,8 @@ class Lane:
         # One line each, as `ranks` has them.
         self._stats_by_tier = ranks.stats_by_tier
         self._lines = [FairQueue() for _ in ranks.stats_by_tier]
-        # Rule 4: what waits in each line by size, while that is used; when the last batch left in order, and whether the
-        # last did.
+        # Rule 4: by line what waits by size, while that is used; when the last batch left in order, and whether the
+        # last one did.
         self._sizes: list[SizeIndex] | None = None
         self.in_order_at = -inf
         self._is_in_order = False
