@@ -33,7 +33,7 @@ from carpool.upstream.health import BREAKERS, STATES, HasPages, HealthWatch, bre
 from carpool.upstream.load import parse_load_source
 from carpool.upstream.pool import DOUBT_MAX, AskHealth, EndpointState, Pool
 from carpool.upstream.quarantine import Quarantine
-from carpool.upstream.same import fill_up, merge_same
+from carpool.upstream.same import merge_same
 from carpool.upstream.scheduler import Scheduler
 from carpool.upstream.simulated import SimulatedEndpoint, parse_sim_url
 from carpool.upstream.tls import Credentials
@@ -197,9 +197,6 @@ class ModelService(ModelFace):
         self._endpoints = endpoints
         self.fleet = make_fleet(model, endpoints(model), self.codec.health_path(model.name), clock, random_share)
         self.pool = self.fleet.pool
-        merge = partial(merge_same, is_owned=model.is_cached_by_owner) if upstream.cache else None
-        if upstream.pad:
-            merge = partial(fill_up, count=batching.max_batch, merge=merge)
         self.dispatcher = UpstreamDispatcher(
             self.pool,
             self.codec,
@@ -214,7 +211,8 @@ class ModelService(ModelFace):
             others_waiting=self._others_waiting,
             all_waiting=self._all_waiting,
             when_limit_is_learned=self._limit_is_learned,
-            merge=merge,
+            merge=partial(merge_same, is_owned=model.is_cached_by_owner) if upstream.cache else None,
+            fill_to=batching.max_batch if upstream.pad else 0,
             others=others,
             events=broker.events,
             traces=traces,
