@@ -65,6 +65,8 @@ PROVE_S = 1.0
 APART_BATCHES_MAX = 2
 # So many requests at a time are taken where the last batches failed, and other batchers have an endpoint that works.
 IN_DOUBT_BATCH = 4
+# What was fetched ahead, to choose from, may wait so long: twice the time of what is fetched (`AHEAD_WORK_S`).
+STUCK_AHEAD_S = 1.0
 
 # Looks at a request before it is admitted; raises an error of the tree.
 Prepare = Callable[[Request], None]
@@ -291,6 +293,12 @@ class ModelService(ModelFace):
         if self._fetched is not None and self._fetched.unread() >= FIT_MIN * self.loop.max_batch:
             ahead += self.loop.batches_ahead()
         return max(self.loop.slots_due(), ahead)
+
+    def stuck_after_s(self) -> float:
+        """How long a request may wait here while no slot is free; inf while one is."""
+        if self.loop.slots_due() > 0 or (self.scheduler.searching and not self.pool.is_none_closed):
+            return inf
+        return STUCK_AHEAD_S if self.loop.is_by_size() and not self.pool.is_none_closed else 0.0
 
     def may_go_elsewhere(self, request: Request) -> bool:
         """Whether another batcher can serve a request that this one cannot."""
