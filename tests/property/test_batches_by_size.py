@@ -6,6 +6,7 @@ from math import inf
 from random import Random
 from unittest.mock import patch
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,6 +20,7 @@ from carpool.core.request import DONE, QUEUED, RUNNING, Request
 from carpool.testing import Witness, make_request
 
 OWNERS = "abc"
+Step = tuple[str, str | None, int, int | None]
 sizes = st.integers(0, 40) | st.integers(0, 5000)
 arrival = st.tuples(st.just("arrive"), st.sampled_from(OWNERS), st.integers(0, 7), sizes)
 departure = st.tuples(st.just("leave"), st.none(), st.integers(0, 1000), st.none())
@@ -29,9 +31,10 @@ later = st.tuples(st.just("later"), st.none(), st.just(0), st.none())
 step = st.one_of(arrival, arrival, arrival, departure, take, take, back, quarantine, later)
 
 
-@given(st.lists(step, max_size=120))
+@given(st.lists(arrival, min_size=12, max_size=24), st.lists(step, min_size=10, max_size=60))
 def test_nobody_is_lost_or_taken_twice_and_no_bound_is_broken(
-    steps: list[tuple[str, str | None, int, int | None]],
+    first_steps: list[Step],
+    steps: list[Step],
 ) -> None:
     now = 1000.0
     quarantined: set[tuple[str, str]] = set()
@@ -41,7 +44,7 @@ def test_nobody_is_lost_or_taken_twice_and_no_bound_is_broken(
     broker.when_work_arrives("m", lambda _: None)
     running: list[Request] = []
     everyone: list[Request] = []
-    for number, (what, owner, which, amount) in enumerate(steps):
+    for number, (what, owner, which, amount) in enumerate([*first_steps, *steps]):
         now += 0.001
         if what == "arrive":
             assert owner is not None and amount is not None
@@ -252,6 +255,35 @@ def test_clients_who_leave_while_nothing_is_taken_are_forgotten() -> None:
         gone.append(request)
     seen = gc.get_referrers(*gone)
     assert sum(len(each) for each in seen if isinstance(each, deque)) < 4 * lane.waiting
+
+
+@pytest.mark.parametrize("owners", [1, 2, 5])
+@pytest.mark.parametrize("is_moved", [False, True])
+def test_what_is_put_back_waits_once(owners: int, is_moved: bool) -> None:
+    """Also where it moves to the lane of quarantined owners, and back again."""
+    quarantined: set[tuple[str, str]] = set()
+    broker = MemoryBroker(
+        waiting_max=9000, bytes_max=10**9, lanes_max=8, tiers=1, quarantined=quarantined, clock=lambda: 5.0
+    )
+    broker.when_work_arrives("m", lambda _: None)
+    for number in range(200):
+        value = b"x" * (50 + number * 37 % 1000)
+        broker.submit(make_request(str(number), Witness(), now=number / 1e6, owner=str(number % owners), value=value))
+    seen: list[Request] = []
+    for number in range(12):
+        if is_moved:
+            quarantined ^= {("m", "0")}
+        for lane in broker.lanes("m"):
+            batch = broker.take(lane, 8, 1.0 + number / 100, by_size=True)
+            assert {each.lane_key for each in batch} <= {lane.key}
+            seen += batch[4:]
+            broker.put_back(batch[:4])
+        waiting = [each.id for each in broker.waiting_requests()]
+        assert len(set(waiting)) == len(waiting) == broker.depth == 200 - len(seen)
+    while broker.depth:
+        for lane in broker.lanes("m"):
+            seen += broker.take(lane, 8, 2.0, by_size=True)
+    assert len({each.id for each in seen}) == len(seen) == 200
 
 
 def test_what_is_put_back_is_served_next_and_nothing_is_sorted_again() -> None:

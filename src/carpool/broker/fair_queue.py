@@ -46,7 +46,7 @@ class BatchBuilder:
         self.batch: list[Request] = []
         self.expired: list[Request] = []
 
-    def move(self, queue: deque[Request], bound: float) -> tuple[int, int, int]:
+    def move(self, queue: deque[Request], bound: float, has_shadows: bool) -> tuple[int, int, int]:
         """Move requests out of a queue while their place is not after `bound`: `accepts` for many, on the hot path.
 
         Returns how many, their bytes, and how many that were dead.
@@ -57,7 +57,7 @@ class BatchBuilder:
         moved_bytes = dead = 0
         while queue and room and bytes_left >= 0:
             request = popleft()
-            if request.phase != QUEUED or request.is_back:
+            if request.phase != QUEUED or (has_shadows and request.is_back):
                 dead += 1
                 continue
             if request.place > bound:
@@ -131,6 +131,7 @@ class FairQueue:
         "_ahead",
         "_backlogs",
         "_came",
+        "_has_shadows",
         "_serial",
         "_size",
         "_turns",
@@ -143,7 +144,9 @@ class FairQueue:
         "sole",
     )
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_shadows: bool = True) -> None:
+        # Whether requests are taken out of their turn here (rule 6).
+        self._has_shadows = has_shadows
         # The only owner that waits, its requests in `plain`; None while several wait. Then `plain` has those of the
         # owner that was alone, and `mixed` what came since, of any owner, until it has to be shared.
         self.sole: str | None = None
@@ -203,9 +206,9 @@ class FairQueue:
 
     def put_back(self, request: Request, *, is_moved: bool = False) -> None:
         """Let a request that was taken wait again, before those behind it. `is_moved`: it comes from another lane."""
+        request.is_back = True
         newest = self._came or self.mixed or self.plain
-        request.is_back = not (is_moved and newest and newest[-1].place <= request.place)
-        if not request.is_back:
+        if is_moved and newest and newest[-1].place <= request.place:
             self.add(request)
             return
         back = self.back
@@ -242,7 +245,7 @@ class FairQueue:
             elif self.mixed:
                 more, more_bytes = self._move_all(builder, queue_stats)
             else:
-                more, more_bytes, dead = builder.move(self.plain, bound)
+                more, more_bytes, dead = builder.move(self.plain, bound, self._has_shadows)
                 self.dead -= dead
                 if more:
                     queue_stats.remove(self.sole or "", more, more_bytes)
@@ -257,7 +260,7 @@ class FairQueue:
             self._share()
         if not self.is_shared:
             head = self._first_of(self.plain)
-            return [] if head is None or head.arrived <= since else list(filter(_waits, islice(self.plain, most)))
+            return [] if head is None or head.arrived <= since else list(filter(self._waits, islice(self.plain, most)))
         found: list[Request] = []
         turns = self._turns[:most]  # the first of a heap are about the smallest of it
         until = self._virtual + most / max(1, len(self._turns))
@@ -265,7 +268,7 @@ class FairQueue:
             if (first := self._first_in(backlog)) is None or first.arrived <= since:
                 continue
             start = backlog.start
-            for request in filter(_waits, chain((first,), islice(backlog.more or (), most))):
+            for request in filter(self._waits, chain((first,), islice(backlog.more or (), most))):
                 if start >= until:
                     break
                 found.append(request)
@@ -280,7 +283,7 @@ class FairQueue:
         """A request that waits here is taken out of its turn."""
         if self.mixed:
             self._share()
-        if not request.is_back and (backlog := self._backlogs.get(request.owner)) is not None:
+        if (backlog := self._backlogs.get(request.owner)) is not None:
             cost = cost_of(request)
             backlog.start += cost
             self._virtual += cost / len(self._turns)
@@ -288,15 +291,15 @@ class FairQueue:
     def rebuild(self, leaving: Request | None = None) -> None:
         """Remove all the dead, and one that is about to be settled."""
         self.back = deque(each for each in self.back if each.phase == QUEUED and each is not leaving)
-        self.plain = living(self.plain, leaving)
-        self.mixed = living(self.mixed, leaving)
+        self.plain = self._living(self.plain, leaving)
+        self.mixed = self._living(self.mixed, leaving)
         self.dead = 0
         if self.is_shared:
-            self._came = living(self._came, leaving)
+            self._came = self._living(self._came, leaving)
             backlogs = list(self._backlogs.values())
             self._backlogs, self._turns = {}, []
             for backlog in backlogs:
-                left = living(backlog.requests(), leaving)
+                left = self._living(backlog.requests(), leaving)
                 backlog.first, backlog.more = left.popleft() if left else None, left
                 if backlog.first is None:
                     self._forget(backlog)
@@ -313,7 +316,7 @@ class FairQueue:
         if self.is_shared:
             shared = [request for backlog in self._backlogs.values() for request in backlog.requests()]
             found += sorted(shared, key=lambda request: request.arrived)
-        return [*(each for each in self.back if each.phase == QUEUED), *filter(_waits, found)]
+        return [*(each for each in self.back if each.phase == QUEUED), *filter(self._waits, found)]
 
     def _move_back(self, builder: BatchBuilder, bound: float, queue_stats: WaitingCount) -> tuple[int, int]:
         number = moved_bytes = 0
@@ -332,7 +335,7 @@ class FairQueue:
         while builder.room and turns:
             start, _, backlog = turns[0]
             request = backlog.first
-            if request is None or request.phase != QUEUED or request.is_back or start < backlog.start:
+            if request is None or start < backlog.start or not self._waits(request):
                 if (request := self._next_shared()) is None:
                     break
                 start, _, backlog = turns[0]
@@ -386,7 +389,7 @@ class FairQueue:
         batched, expired = len(builder.batch), len(builder.expired)
         number = moved_bytes = 0
         for queue in (self.plain, self.mixed):
-            more, more_bytes, dead = builder.move(queue, inf)
+            more, more_bytes, dead = builder.move(queue, inf, self._has_shadows)
             number, moved_bytes = number + more, moved_bytes + more_bytes
             self.dead -= dead
         for request in (*builder.batch[batched:], *builder.expired[expired:]):
@@ -439,17 +442,25 @@ class FairQueue:
         came, backlogs = self._came, self._backlogs
         while came:
             request = came[0]
-            backlog = backlogs.get(request.owner) if _waits(request) else None
+            backlog = backlogs.get(request.owner) if self._waits(request) else None
             # A request that still waits is its owner's first: those before it were before it here, too.
             if backlog is not None and self._first_in(backlog) is request:
                 return request
             came.popleft()
         return None
 
+    def _waits(self, request: Request) -> bool:
+        """Whether a request that is found in the line still waits there (rule 6)."""
+        return request.phase == QUEUED and not (self._has_shadows and request.is_back)
+
+    def _living(self, queue: Iterable[Request], leaving: Request | None) -> deque[Request]:
+        """The queue without those that wait no more, and without one that is about to be settled."""
+        return deque(request for request in queue if self._waits(request) and request is not leaving)
+
     def _first_of(self, queue: deque[Request]) -> Request | None:
         """The first that lives; the dead before it go."""
         while queue:
-            if _waits(queue[0]):
+            if self._waits(queue[0]):
                 return queue[0]
             queue.popleft()
             self.dead -= 1
@@ -466,23 +477,13 @@ class FairQueue:
 
     def _first_in(self, backlog: Backlog) -> Request | None:
         """The same, of one owner."""
-        while (request := backlog.first) is not None and not _waits(request):
+        while (request := backlog.first) is not None and not self._waits(request):
             backlog.first = backlog.more.popleft() if backlog.more else None
             self.dead -= 1
             self._size -= 1
         return request
 
 
-def living(queue: Iterable[Request], leaving: Request | None) -> deque[Request]:
-    """The queue without settled requests, and without one that is about to be settled."""
-    return deque(request for request in queue if _waits(request) and request is not leaving)
-
-
 def cost_of(request: Request) -> float:
     """What a request costs its owner."""
     return 1.0 + request.size / COST_BYTES
-
-
-def _waits(request: Request) -> bool:
-    """Whether a request that is found in a line still waits there (rule 6)."""
-    return request.phase == QUEUED and not request.is_back

@@ -18,8 +18,8 @@
    is in order after all if the first came after the last batch in order, and the last batch was by size; or if an owner
    has had LAG_MAX of a batch less than its share. So those who waited when a batch left in order go before the next
    such one; and whom the order prefers (its owner sends little, its tier is high) is passed over by a batch or two.
-   What is taken by size stays in its line like the dead. Quarantined owners are served in order: requests move to
-   their lane from others, and must not be there any more (`forget_sizes`).
+   What is taken by size stays in its line like the dead. The lane of quarantined owners is served in order: requests
+   move there from other lanes.
 """
 
 from collections.abc import Iterable
@@ -153,7 +153,7 @@ class Lane:
         self._tiers = ranks.tiers
         # One line each, as `ranks` has them.
         self._stats_by_tier = ranks.stats_by_tier
-        self._lines = [FairQueue() for _ in ranks.stats_by_tier]
+        self._lines = [FairQueue(has_shadows=not self.is_quarantined) for _ in ranks.stats_by_tier]
         # Rule 4: by line what waits by size, while that is used; when the last batch left in order, and whether the
         # last one did.
         self._sizes: list[SizeIndex] | None = None
@@ -209,8 +209,6 @@ class Lane:
         if index >= 2 * self._tiers:
             self._stats_by_tier[index].add_late(request.owner)
         self._lines[index].put_back(request, is_moved=self.is_quarantined)
-        if self._sizes is not None:
-            self._sizes[index].add(request)
 
     def forget(self, request: Request) -> None:
         """Count out a waiting request that is about to be settled."""
@@ -231,7 +229,7 @@ class Lane:
             line.rebuild(request)
 
     def forget_sizes(self) -> None:
-        """Choose in order again: nothing that was taken is in a line any more."""
+        """Choose in order again."""
         if self._sizes is not None:
             self._sizes = None
             for line in self._lines:
