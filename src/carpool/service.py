@@ -33,7 +33,7 @@ from carpool.upstream.health import BREAKERS, STATES, HasPages, HealthWatch, bre
 from carpool.upstream.load import parse_load_source
 from carpool.upstream.pool import DOUBT_MAX, AskHealth, EndpointState, Pool
 from carpool.upstream.quarantine import Quarantine
-from carpool.upstream.same import fill_up, merge_same
+from carpool.upstream.same import merge_same
 from carpool.upstream.scheduler import Scheduler
 from carpool.upstream.simulated import SimulatedEndpoint, parse_sim_url
 from carpool.upstream.tls import Credentials
@@ -65,6 +65,8 @@ PROVE_S = 1.0
 APART_BATCHES_MAX = 2
 # So many requests at a time are taken where the last batches failed, and other batchers have an endpoint that works.
 IN_DOUBT_BATCH = 4
+# What was fetched ahead, to choose from, may wait so long: twice the time of what is fetched (`AHEAD_WORK_S`).
+STUCK_AHEAD_S = 1.0
 
 # Looks at a request before it is admitted; raises an error of the tree.
 Prepare = Callable[[Request], None]
@@ -197,9 +199,6 @@ class ModelService(ModelFace):
         self._endpoints = endpoints
         self.fleet = make_fleet(model, endpoints(model), self.codec.health_path(model.name), clock, random_share)
         self.pool = self.fleet.pool
-        merge = partial(merge_same, is_owned=model.is_cached_by_owner) if upstream.cache else None
-        if upstream.pad:
-            merge = partial(fill_up, count=batching.max_batch, merge=merge)
         self.dispatcher = UpstreamDispatcher(
             self.pool,
             self.codec,
@@ -214,7 +213,8 @@ class ModelService(ModelFace):
             others_waiting=self._others_waiting,
             all_waiting=self._all_waiting,
             when_limit_is_learned=self._limit_is_learned,
-            merge=merge,
+            merge=partial(merge_same, is_owned=model.is_cached_by_owner) if upstream.cache else None,
+            fill_to=batching.max_batch if upstream.pad else 0,
             others=others,
             events=broker.events,
             traces=traces,
@@ -293,6 +293,12 @@ class ModelService(ModelFace):
         if self._fetched is not None and self._fetched.unread() >= FIT_MIN * self.loop.max_batch:
             ahead += self.loop.batches_ahead()
         return max(self.loop.slots_due(), ahead)
+
+    def stuck_after_s(self) -> float:
+        """How long a request may wait here while no slot is free; inf while one is."""
+        if self.loop.slots_due() > 0 or (self.scheduler.searching and not self.pool.is_none_closed):
+            return inf
+        return STUCK_AHEAD_S if self.loop.is_by_size() and not self.pool.is_none_closed else 0.0
 
     def may_go_elsewhere(self, request: Request) -> bool:
         """Whether another batcher can serve a request that this one cannot."""

@@ -661,6 +661,22 @@ class TestLeases:
         await other.until_staged(1)
         assert [request.id for request in other.start_batch()] == ["new"]
 
+    async def test_what_was_fetched_ahead_is_stuck_later(self, halves: Halves) -> None:
+        clock = FakeClock(monotonic())
+        gateway, batcher = await halves.gateway(), await halves.batcher(clock=clock)
+        model, tick_s = batcher.model, NEVER_MS / 1000 / LOOKS_A_LEASE
+        model.elsewhere, model.patience_s = True, 2 * tick_s
+        gateway.submit("ahead")
+        await batcher.until_staged(1)
+        model.free = 0
+        for _ in range(3):
+            batcher.consumer.look_at_all()
+            clock.advance(tick_s)
+        assert batcher.broker.depth == 1
+        clock.advance(tick_s)
+        batcher.consumer.look_at_all()
+        assert batcher.broker.depth == 0
+
     async def test_tasks_that_are_not_taken_up_now_are_left_until_their_lease_is_over(self, halves: Halves) -> None:
         """Those of a client whose inputs fail were released, and claimed again at once, before those of the dead."""
         gateway, batcher = await halves.gateway(b"g2"), await halves.batcher(started=False)

@@ -1,20 +1,26 @@
 """Batches that are chosen by size: whatever happens nobody is lost, taken twice or passed over for ever."""
 
-from collections import Counter
+import gc
+from collections import Counter, deque
 from math import inf
 from random import Random
+from unittest.mock import patch
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from carpool.broker.fair_queue import FairQueue
 from carpool.broker.lanes import NOT_LARGER, Lane, Ranks
 from carpool.broker.memory import MemoryBroker
 from carpool.broker.queue_stats import COST_BYTES
 from carpool.broker.size_index import SizeIndex, class_of
+from carpool.core.errors import ClientLeft
 from carpool.core.request import DONE, QUEUED, RUNNING, Request
 from carpool.testing import Witness, make_request
 
 OWNERS = "abc"
+Step = tuple[str, str | None, int, int | None]
 sizes = st.integers(0, 40) | st.integers(0, 5000)
 arrival = st.tuples(st.just("arrive"), st.sampled_from(OWNERS), st.integers(0, 7), sizes)
 departure = st.tuples(st.just("leave"), st.none(), st.integers(0, 1000), st.none())
@@ -25,9 +31,10 @@ later = st.tuples(st.just("later"), st.none(), st.just(0), st.none())
 step = st.one_of(arrival, arrival, arrival, departure, take, take, back, quarantine, later)
 
 
-@given(st.lists(step, max_size=120))
+@given(st.lists(arrival, min_size=12, max_size=24), st.lists(step, min_size=10, max_size=60))
 def test_nobody_is_lost_or_taken_twice_and_no_bound_is_broken(
-    steps: list[tuple[str, str | None, int, int | None]],
+    first_steps: list[Step],
+    steps: list[Step],
 ) -> None:
     now = 1000.0
     quarantined: set[tuple[str, str]] = set()
@@ -37,7 +44,7 @@ def test_nobody_is_lost_or_taken_twice_and_no_bound_is_broken(
     broker.when_work_arrives("m", lambda _: None)
     running: list[Request] = []
     everyone: list[Request] = []
-    for number, (what, owner, which, amount) in enumerate(steps):
+    for number, (what, owner, which, amount) in enumerate([*first_steps, *steps]):
         now += 0.001
         if what == "arrive":
             assert owner is not None and amount is not None
@@ -159,6 +166,142 @@ def test_an_owner_pays_for_what_it_gets_out_of_its_turn() -> None:
         for each in lane.take(16, 1.0 + number, by_size=True)[0]:
             cost[each.owner] += COST_BYTES + each.size
     assert 0.95 < cost["even"] / cost["odd"] < 1.05
+
+
+def batches_until_gone(lane: Lane, wanted: list[Request], by_size: bool) -> int:
+    """How many batches leave before the last of some requests has left."""
+    for number in range(1000):
+        if not any(request.phase == QUEUED for request in wanted):
+            return number
+        lane.take(64, 10.0 + number, by_size=by_size)
+    return 1000
+
+
+def arrive(lane: Lane, count: int, owner: str, now: float, size: int = 0, *, is_task: bool = False) -> list[Request]:
+    """So many come, of all sizes if none is given."""
+    random = Random(owner)
+    requests = [
+        make_request(
+            f"{owner}{number}",
+            Witness(),
+            now=now,
+            owner=owner,
+            value=b"x" * (size or random.randint(50, 1000)),
+            total_timeout_s=inf,
+            is_task=is_task,
+        )
+        for number in range(count)
+    ]
+    for request in requests:
+        lane.append(request)
+    return requests
+
+
+class TestNobodyWaitsForAnothersFlood:
+    """What in order leaves with a few batches leaves with about as many where batches are by size."""
+
+    def test_that_came_before(self) -> None:
+        def found(by_size: bool) -> int:
+            lane = Lane("m", b"", Ranks(1))
+            arrive(lane, 8000, "flood", 0.0)
+            lane.take(64, 0.5, by_size=by_size)
+            few = arrive(lane, 200, "few", 1.0)
+            lane.take(64, 1.5, by_size=by_size)
+            lane.take(64, 1.6, by_size=by_size)  # one of the two is in order: the few are newcomers no more
+            return batches_until_gone(lane, few, by_size)
+
+        assert found(True) <= 1.5 * found(False)
+
+    def test_that_comes_later_and_is_tiny(self) -> None:
+        def found(by_size: bool) -> int:
+            lane = Lane("m", b"", Ranks(1))
+            arrive(lane, 4000, "flood", 0.0)
+            few = arrive(lane, 100, "few", 0.0)
+            lane.take(64, 0.5, by_size=by_size)
+            arrive(lane, 5000, "later", 1.0, size=10)
+            return batches_until_gone(lane, few, by_size)
+
+        assert found(True) <= 1.5 * found(False)
+
+    def test_of_tasks(self) -> None:
+        def found(by_size: bool) -> int:
+            lane = Lane("m", b"", Ranks(1))
+            arrive(lane, 8000, "bulk", 0.0, is_task=True)
+            for number in range(3):
+                lane.take(64, 0.5 + number / 10, by_size=by_size)
+            return batches_until_gone(lane, arrive(lane, 600, "few", 1.0), by_size)
+
+        assert found(True) <= 1.5 * found(False)
+
+
+def test_a_batch_is_of_the_tier_of_its_first_while_that_has_some() -> None:
+    lane = Lane("m", b"", Ranks(2, strict=True))
+    for number in range(400):
+        lane.append(make_request(str(number), Witness(), now=0.0, tier=number % 2, value=b"x" * (100 + number)))
+    lane.take(32, 1.0, by_size=True)
+    batch, _ = lane.take(32, 1.1, by_size=True)
+    assert {each.tier for each in batch} == {0}
+
+
+def test_clients_who_leave_while_nothing_is_taken_are_forgotten() -> None:
+    lane = Lane("m", b"", Ranks(1))
+    arrive(lane, 300, "stays", 0.0)
+    lane.take(64, 1.0, by_size=True)
+    gone = []
+    for number in range(2000):
+        [request] = arrive(lane, 1, "leaves", 2.0)
+        lane.forget(request)
+        request.settle(ClientLeft(str(number)), 2.0)
+        gone.append(request)
+    seen = gc.get_referrers(*gone)
+    assert sum(len(each) for each in seen if isinstance(each, deque)) < 4 * lane.waiting
+
+
+@pytest.mark.parametrize("owners", [1, 2, 5])
+@pytest.mark.parametrize("is_moved", [False, True])
+def test_what_is_put_back_waits_once(owners: int, is_moved: bool) -> None:
+    """Also where it moves to the lane of quarantined owners, and back again."""
+    quarantined: set[tuple[str, str]] = set()
+    broker = MemoryBroker(
+        waiting_max=9000, bytes_max=10**9, lanes_max=8, tiers=1, quarantined=quarantined, clock=lambda: 5.0
+    )
+    broker.when_work_arrives("m", lambda _: None)
+    for number in range(200):
+        value = b"x" * (50 + number * 37 % 1000)
+        broker.submit(make_request(str(number), Witness(), now=number / 1e6, owner=str(number % owners), value=value))
+    seen: list[Request] = []
+    for number in range(12):
+        if is_moved:
+            quarantined ^= {("m", "0")}
+        for lane in broker.lanes("m"):
+            batch = broker.take(lane, 8, 1.0 + number / 100, by_size=True)
+            assert {each.lane_key for each in batch} <= {lane.key}
+            seen += batch[4:]
+            broker.put_back(batch[:4])
+        waiting = [each.id for each in broker.waiting_requests()]
+        assert len(set(waiting)) == len(waiting) == broker.depth == 200 - len(seen)
+    while broker.depth:
+        for lane in broker.lanes("m"):
+            seen += broker.take(lane, 8, 2.0, by_size=True)
+    assert len({each.id for each in seen}) == len(seen) == 200
+
+
+def test_what_is_put_back_is_served_next_and_nothing_is_sorted_again() -> None:
+    broker = MemoryBroker(waiting_max=9000, bytes_max=10**9, lanes_max=8, tiers=1, clock=lambda: 5.0)
+    broker.when_work_arrives("m", lambda _: None)
+    for number in range(2000):
+        broker.submit(make_request(str(number), Witness(), now=number / 1e6, value=b"x" * (50 + number * 37 % 1000)))
+    [lane] = broker.lanes("m")
+    assert isinstance(lane, Lane)
+    broker.take(lane, 64, 1.0, by_size=True)
+    batch = broker.take(lane, 64, 1.1, by_size=True)
+    again = {each.id for each in batch[32:]}
+    never = AssertionError("it looks at all that waits")
+    with patch.object(SizeIndex, "_fill", side_effect=never), patch.object(FairQueue, "rebuild", side_effect=never):
+        broker.put_back(batch[32:])
+        again -= {each.id for each in broker.take(lane, 1, 1.2, by_size=True)}
+    assert len(again) == 31
+    assert {each.id for each in broker.take(lane, 31, 1.3)} == again
 
 
 @given(st.lists(sizes, max_size=100), sizes)

@@ -147,12 +147,17 @@ class SlotsModel:
         self.refusal: CarpoolError | None = None
         self.elsewhere = False
         self.probing = False
+        # How long requests may wait without a free slot.
+        self.patience_s = 0.0
 
     def refusal_of(self, request: Request) -> CarpoolError | None:
         return self.refusal
 
     def free_slots(self) -> int:
         return self.free
+
+    def stuck_after_s(self) -> float:
+        return inf if self.free > 0 else self.patience_s
 
     def may_go_elsewhere(self, request: Request) -> bool:
         return self.elsewhere

@@ -2,14 +2,23 @@
 
 import asyncio
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from carpool.core.errors import ClientLeft, InputRefused
 from carpool.core.outcome import Output
 from carpool.core.request import Request
-from carpool.testing import FakeUpstream, Witness, make_request
-from carpool.upstream.same import fill_up, merge_same, still_there
+from carpool.testing import (
+    FakeUpstream,
+    UpstreamCall,
+    UpstreamResponse,
+    Witness,
+    echo,
+    inputs_of,
+    make_request,
+)
+from carpool.upstream.same import Merged, fill_up, merge_same, still_there
 from support.virtual_gateway import Stand, failing
 
 
@@ -78,8 +87,8 @@ class TestAnApiThatTakesAFixedNumber:
     @given(st.lists(st.sampled_from([b"1", b"2", b"3"]), min_size=1, max_size=8), st.booleans())
     def test_it_gets_as_many_and_each_member_has_its_own_place(self, inputs: list[bytes], is_cached: bool) -> None:
         members = [make_request(str(number), Witness(), now=0.0, value=value) for number, value in enumerate(inputs)]
-        merge = (lambda requests: merge_same(requests, is_owned=False)) if is_cached else None
-        sent, places = fill_up(members, count=8, merge=merge)
+        merged = merge_same(members, is_owned=False) if is_cached else Merged(members, None)
+        sent, places = fill_up(merged, 8)
         assert len(sent) == 8
         for request, place in zip(members, places or range(8), strict=True):
             assert sent[place].input == request.input
@@ -96,6 +105,38 @@ class TestAnApiThatTakesAFixedNumber:
             outcome = stand.witness.outcome(requests[4])
             assert isinstance(outcome, Output)
             assert outcome.call.batch_size == 1
+
+        stand.run(main)
+
+    def test_the_shortest_is_repeated(self) -> None:
+        members = [make_request(value.decode(), Witness(), now=0.0, value=value) for value in (b"222", b"1", b"55555")]
+        sent, _ = fill_up(Merged(members, None), 5)
+        assert [request.id for request in sent] == ["222", "1", "55555", "1", "1"]
+
+    @pytest.mark.parametrize("count", [1, 3, 8])
+    def test_no_input_is_at_fault_if_the_api_takes_fewer(self, count: int) -> None:
+        def takes_4(call: UpstreamCall) -> UpstreamResponse:
+            size = len(inputs_of(call))
+            return UpstreamResponse(422, b'{"error":"batch size %d > maximum 4"}' % size) if size > 4 else echo(call)
+
+        gpu = FakeUpstream(slots=2)
+        stand = Stand(gpu, max_batch=8, pad=True)
+
+        async def main() -> None:
+            first = [stand.send(b"a", "o") for _ in range(8)]
+            await asyncio.sleep(0.5)
+            for _ in range(100):
+                gpu.then(takes_4)
+            later = [stand.send(b"b", f"o{number}") for number in range(count)]
+            await asyncio.sleep(5.0)
+            stand.broker.expire(stand.clock())
+            assert InputRefused not in values(stand, first + later)
+            await asyncio.sleep(120.0)  # by then it has not answered 8 lately
+            for _ in range(3):
+                last = stand.send(b"c", "o")
+                await asyncio.sleep(5.0)
+            assert isinstance(stand.witness.outcome(last), Output)
+            assert len(gpu.calls[-1].inputs) == 4
 
         stand.run(main)
 

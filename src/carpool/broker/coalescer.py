@@ -375,7 +375,7 @@ class Coalescer:
         best = min(members, key=lambda member: (self._is_quarantined(member), member.tier, member.place))
         leader = copy(best)
         leader.held_by, leader.number, leader.phase, leader.taken = None, 0, ADMITTED, 0.0
-        leader.is_quarantined = leader.is_over = False
+        leader.is_quarantined = leader.is_over = leader.is_back = False
         leader.arrived, leader.deadline = now, max(member.deadline for member in members)
         leader.trace = next((member.trace for member in members if member.trace is not None), None)
         shared = self._open[key] = SharedRequest(self, key, leader)

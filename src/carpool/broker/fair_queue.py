@@ -11,7 +11,8 @@
    one batch: what others sent is sorted by owner when a batch is taken that leaves some of it.
 5. Requests that were put back go before all others: they have been paid for.
 6. A request may be taken out of its turn (`charge`): its owner pays for it at once, and it stays in the line like those
-   that were settled while they waited. Nobody meets either again.
+   that were settled while they waited. Nobody meets either again: if it is put back it waits in `back`, and what is
+   still in the line is dead.
 7. The line's place among lines is that of its longest-waiting request, whichever goes next: sharing inside a line takes
    nothing from other lines, and gives them nothing.
 """
@@ -45,7 +46,7 @@ class BatchBuilder:
         self.batch: list[Request] = []
         self.expired: list[Request] = []
 
-    def move(self, queue: deque[Request], bound: float) -> tuple[int, int, int]:
+    def move(self, queue: deque[Request], bound: float, has_shadows: bool) -> tuple[int, int, int]:
         """Move requests out of a queue while their place is not after `bound`: `accepts` for many, on the hot path.
 
         Returns how many, their bytes, and how many that were dead.
@@ -56,7 +57,7 @@ class BatchBuilder:
         moved_bytes = dead = 0
         while queue and room and bytes_left >= 0:
             request = popleft()
-            if request.phase != QUEUED:
+            if request.phase != QUEUED or (has_shadows and request.is_back):
                 dead += 1
                 continue
             if request.place > bound:
@@ -130,6 +131,7 @@ class FairQueue:
         "_ahead",
         "_backlogs",
         "_came",
+        "_has_shadows",
         "_serial",
         "_size",
         "_turns",
@@ -142,7 +144,9 @@ class FairQueue:
         "sole",
     )
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_shadows: bool = True) -> None:
+        # Whether requests are taken out of their turn here (rule 6).
+        self._has_shadows = has_shadows
         # The only owner that waits, its requests in `plain`; None while several wait. Then `plain` has those of the
         # owner that was alone, and `mixed` what came since, of any owner, until it has to be shared.
         self.sole: str | None = None
@@ -200,13 +204,17 @@ class FairQueue:
         self._serial += 1
         heappush(self._turns, (backlog.start, self._serial, backlog))
 
-    def put_back(self, request: Request) -> None:
-        """Let a request that was taken wait again, before those behind it."""
+    def put_back(self, request: Request, *, is_moved: bool = False) -> None:
+        """Let a request that was taken wait again, before those behind it. `is_moved`: it comes from another lane."""
+        request.is_back = True
         newest = self._came or self.mixed or self.plain
-        if newest and newest[-1].place <= request.place:  # it moves to this lane from another
+        if is_moved and newest and newest[-1].place <= request.place:
             self.add(request)
             return
         back = self.back
+        if back and back[-1].place <= request.place:
+            back.append(request)
+            return
         later: list[Request] = []
         while back and back[0].place < request.place:  # a few at most
             later.append(back.popleft())
@@ -216,7 +224,7 @@ class FairQueue:
     def longest_waiting(self) -> Request | None:
         """The request with the smallest place; None if none waits."""
         other = self._longest_shared() if self.is_shared else self._first_of(self.plain) or self._first_of(self.mixed)
-        if not self.back or (first := self._first_of(self.back)) is None:
+        if not self.back or (first := self._first_back()) is None:
             return other
         return other if other is not None and other.place < first.place else first
 
@@ -237,7 +245,7 @@ class FairQueue:
             elif self.mixed:
                 more, more_bytes = self._move_all(builder, queue_stats)
             else:
-                more, more_bytes, dead = builder.move(self.plain, bound)
+                more, more_bytes, dead = builder.move(self.plain, bound, self._has_shadows)
                 self.dead -= dead
                 if more:
                     queue_stats.remove(self.sole or "", more, more_bytes)
@@ -245,39 +253,53 @@ class FairQueue:
         return number, size
 
     def newcomers(self, since: float, most: int) -> list[Request]:
-        """Requests whose turn is near though they came after `since`: of owners that have none from before it."""
+        """Requests whose turn comes with the next `most`, though they came after `since`: of owners that have none from
+        before it.
+        """
         if self.mixed:
             self._share()
+        if not self.is_shared:
+            head = self._first_of(self.plain)
+            return [] if head is None or head.arrived <= since else list(filter(self._waits, islice(self.plain, most)))
         found: list[Request] = []
-        # The first of a heap are about the smallest of it.
-        for _, _, backlog in self._turns[:most]:
-            if (first := self._first_in(backlog)) is not None and first.arrived > since:
-                found += islice(chain((first,), backlog.more or ()), most - len(found))
-        if not self.is_shared and (head := self._first_of(self.plain)) is not None and head.arrived > since:
-            found += islice(self.plain, most)
-        return [request for request in found if request.phase == QUEUED]
+        turns = self._turns[:most]  # the first of a heap are about the smallest of it
+        until = self._virtual + most / max(1, len(self._turns))
+        for _, _, backlog in turns:
+            if (first := self._first_in(backlog)) is None or first.arrived <= since:
+                continue
+            start = backlog.start
+            for request in filter(self._waits, chain((first,), islice(backlog.more or (), most))):
+                if start >= until:
+                    break
+                found.append(request)
+                start += cost_of(request)
+        return found
+
+    def lag(self) -> float:
+        """How much less than its share the owner has had whose turn it is."""
+        return self._virtual - self._turns[0][0] if self._next_shared() is not None else 0.0
 
     def charge(self, request: Request) -> None:
         """A request that waits here is taken out of its turn."""
         if self.mixed:
             self._share()
         if (backlog := self._backlogs.get(request.owner)) is not None:
-            cost = 1.0 + request.size / COST_BYTES
+            cost = cost_of(request)
             backlog.start += cost
             self._virtual += cost / len(self._turns)
 
     def rebuild(self, leaving: Request | None = None) -> None:
         """Remove all the dead, and one that is about to be settled."""
-        self.back = living(self.back, leaving)
-        self.plain = living(self.plain, leaving)
-        self.mixed = living(self.mixed, leaving)
+        self.back = deque(each for each in self.back if each.phase == QUEUED and each is not leaving)
+        self.plain = self._living(self.plain, leaving)
+        self.mixed = self._living(self.mixed, leaving)
         self.dead = 0
         if self.is_shared:
-            self._came = living(self._came, leaving)
+            self._came = self._living(self._came, leaving)
             backlogs = list(self._backlogs.values())
             self._backlogs, self._turns = {}, []
             for backlog in backlogs:
-                left = living(backlog.requests(), leaving)
+                left = self._living(backlog.requests(), leaving)
                 backlog.first, backlog.more = left.popleft() if left else None, left
                 if backlog.first is None:
                     self._forget(backlog)
@@ -290,15 +312,15 @@ class FairQueue:
 
     def requests(self) -> list[Request]:
         """All that wait."""
-        found = [*self.back, *self.plain, *self.mixed]
+        found = [*self.plain, *self.mixed]
         if self.is_shared:
             shared = [request for backlog in self._backlogs.values() for request in backlog.requests()]
             found += sorted(shared, key=lambda request: request.arrived)
-        return [request for request in found if request.phase == QUEUED]
+        return [*(each for each in self.back if each.phase == QUEUED), *filter(self._waits, found)]
 
     def _move_back(self, builder: BatchBuilder, bound: float, queue_stats: WaitingCount) -> tuple[int, int]:
         number = moved_bytes = 0
-        while builder.room and (request := self._first_of(self.back)) is not None:
+        while builder.room and (request := self._first_back()) is not None:
             if request.place > bound or not builder.accepts(request):
                 break
             self.back.popleft()
@@ -313,7 +335,7 @@ class FairQueue:
         while builder.room and turns:
             start, _, backlog = turns[0]
             request = backlog.first
-            if request is None or request.phase != QUEUED or start < backlog.start:
+            if request is None or start < backlog.start or not self._waits(request):
                 if (request := self._next_shared()) is None:
                     break
                 start, _, backlog = turns[0]
@@ -367,7 +389,7 @@ class FairQueue:
         batched, expired = len(builder.batch), len(builder.expired)
         number = moved_bytes = 0
         for queue in (self.plain, self.mixed):
-            more, more_bytes, dead = builder.move(queue, inf)
+            more, more_bytes, dead = builder.move(queue, inf, self._has_shadows)
             number, moved_bytes = number + more, moved_bytes + more_bytes
             self.dead -= dead
         for request in (*builder.batch[batched:], *builder.expired[expired:]):
@@ -420,31 +442,48 @@ class FairQueue:
         came, backlogs = self._came, self._backlogs
         while came:
             request = came[0]
-            backlog = backlogs.get(request.owner) if request.phase == QUEUED else None
+            backlog = backlogs.get(request.owner) if self._waits(request) else None
             # A request that still waits is its owner's first: those before it were before it here, too.
             if backlog is not None and self._first_in(backlog) is request:
                 return request
             came.popleft()
         return None
 
+    def _waits(self, request: Request) -> bool:
+        """Whether a request that is found in the line still waits there (rule 6)."""
+        return request.phase == QUEUED and not (self._has_shadows and request.is_back)
+
+    def _living(self, queue: Iterable[Request], leaving: Request | None) -> deque[Request]:
+        """The queue without those that wait no more, and without one that is about to be settled."""
+        return deque(request for request in queue if self._waits(request) and request is not leaving)
+
     def _first_of(self, queue: deque[Request]) -> Request | None:
         """The first that lives; the dead before it go."""
         while queue:
-            if queue[0].phase == QUEUED:
+            if self._waits(queue[0]):
                 return queue[0]
             queue.popleft()
             self.dead -= 1
         return None
 
+    def _first_back(self) -> Request | None:
+        """The same, of those that were put back."""
+        while self.back:
+            if self.back[0].phase == QUEUED:
+                return self.back[0]
+            self.back.popleft()
+            self.dead -= 1
+        return None
+
     def _first_in(self, backlog: Backlog) -> Request | None:
         """The same, of one owner."""
-        while (request := backlog.first) is not None and request.phase != QUEUED:
+        while (request := backlog.first) is not None and not self._waits(request):
             backlog.first = backlog.more.popleft() if backlog.more else None
             self.dead -= 1
             self._size -= 1
         return request
 
 
-def living(queue: Iterable[Request], leaving: Request | None) -> deque[Request]:
-    """The queue without settled requests, and without one that is about to be settled."""
-    return deque(request for request in queue if request.phase == QUEUED and request is not leaving)
+def cost_of(request: Request) -> float:
+    """What a request costs its owner."""
+    return 1.0 + request.size / COST_BYTES

@@ -12,12 +12,14 @@
    overtakes that one. The first is taken however large it is, so that the lane gets shorter, unless there is no
    room for it at all.
 4. Batches that fit (`by_size`), while FIT_MIN batches or more wait: the first in the order goes, always. With it go
-   newcomers of its line, unless they are NOT_LARGER times as large: requests of owners who have none waiting from
-   before the last batch in order. All other places go to requests of similar size, wherever they wait
-   (`size_index.py`). If the first came after the last batch in order, and the last batch was by size, this one is in
-   order. So those who waited when a batch left in order go before the next such one; and whom the order prefers (its
-   owner sends little, its tier is high) is passed over by a batch or two. What is taken by size stays in its line like
-   the dead. It must not be there when it may wait again: `forget_sizes` comes before `put_back`.
+   newcomers, unless they are NOT_LARGER times as large: requests of owners who have none waiting from before the last
+   batch in order. All other places go to requests of similar size (`size_index.py`): of the first one's line, and only
+   when none is left there of the next line in the order, so that tiers and tasks have what is due to them. The batch
+   is in order after all if the first came after the last batch in order, and the last batch was by size; or if an owner
+   has had LAG_MAX of a batch less than its share. So those who waited when a batch left in order go before the next
+   such one; and whom the order prefers (its owner sends little, its tier is high) is passed over by a batch or two.
+   What is taken by size stays in its line like the dead. The lane of quarantined owners is served in order: requests
+   move there from other lanes.
 """
 
 from collections.abc import Iterable
@@ -26,7 +28,7 @@ from math import inf
 from typing import Any
 
 from carpool.broker.fair_queue import BatchBuilder, FairQueue
-from carpool.broker.queue_stats import WaitingCount
+from carpool.broker.queue_stats import COST_BYTES, WaitingCount
 from carpool.broker.size_index import SizeIndex
 from carpool.core.request import APART, QUEUED, Request
 
@@ -34,6 +36,7 @@ REBUILD_DEAD_MIN = 64
 # Rule 4: with fewer batches waiting there is little to choose from; and how many times as large the next may be.
 FIT_MIN = 2
 NOT_LARGER = 2
+LAG_MAX = 0.25
 # With `strict`, what a tier adds to the place by which lanes are compared: more seconds than any clock counts.
 STRICT_STEP_S = 1e9
 # The most credit that is saved up.
@@ -150,9 +153,10 @@ class Lane:
         self._tiers = ranks.tiers
         # One line each, as `ranks` has them.
         self._stats_by_tier = ranks.stats_by_tier
-        self._lines = [FairQueue() for _ in ranks.stats_by_tier]
-        # Rule 4: what waits by size, while that is used; when the last batch left in order, and whether the last did.
-        self._sizes: SizeIndex | None = None
+        self._lines = [FairQueue(has_shadows=not self.is_quarantined) for _ in ranks.stats_by_tier]
+        # Rule 4: by line what waits by size, while that is used; when the last batch left in order, and whether the
+        # last one did.
+        self._sizes: list[SizeIndex] | None = None
         self.in_order_at = -inf
         self._is_in_order = False
 
@@ -193,7 +197,7 @@ class Lane:
         else:
             line.add(request)
         if self._sizes is not None:
-            self._sizes.add(request)
+            self._sizes[index].add(request)
 
     def put_back(self, request: Request) -> None:
         """Let a request that was taken wait again, before those behind it: it has waited already."""
@@ -204,10 +208,15 @@ class Lane:
         self._stats_by_tier[index].add(request.owner, request.size)
         if index >= 2 * self._tiers:
             self._stats_by_tier[index].add_late(request.owner)
-        self._lines[index].put_back(request)
+        self._lines[index].put_back(request, is_moved=self.is_quarantined)
 
     def forget(self, request: Request) -> None:
         """Count out a waiting request that is about to be settled."""
+        self._count_out(request)
+        if self._sizes is not None:
+            self._sizes[self._index_of(request)].keep_small(self.waiting)
+
+    def _count_out(self, request: Request) -> None:
         self.waiting -= 1
         self.waiting_bytes -= request.size
         index = self._index_of(request)
@@ -220,7 +229,7 @@ class Lane:
             line.rebuild(request)
 
     def forget_sizes(self) -> None:
-        """Choose in order again: nothing that was taken is in a line any more."""
+        """Choose in order again."""
         if self._sizes is not None:
             self._sizes = None
             for line in self._lines:
@@ -260,7 +269,7 @@ class Lane:
         a larger one comes alone, if it has not more than `room_bytes`.
         """
         builder = BatchBuilder(now, min(bytes_max, room_bytes), room_bytes)
-        if by_size and self.waiting >= FIT_MIN * count:
+        if by_size and self.waiting >= FIT_MIN * count and not self.is_quarantined:
             self._take_by_size(count, builder)
         else:
             self.forget_sizes()
@@ -283,32 +292,39 @@ class Lane:
     def _take_by_size(self, count: int, builder: BatchBuilder) -> None:
         """Rule 4."""
         if self._sizes is None:
-            self._sizes = SizeIndex(self.requests())
-        self._sizes.keep_small(self.waiting)
+            self._sizes = [SizeIndex(line.requests()) for line in self._lines]
+        for sizes in self._sizes:
+            sizes.keep_small(self.waiting)
+        lag_max = LAG_MAX * count * (1.0 + self.waiting_bytes / self.waiting / COST_BYTES)
         self._take_in_order(1, builder)
         if not builder.batch:
             return
         first = builder.batch[0]
-        if first.arrived > self.in_order_at and not self._is_in_order:
+        own = self._index_of(first)
+        is_new = first.arrived > self.in_order_at and not self._is_in_order
+        if is_new or self._lines[own].lag() > lag_max:
             self._take_in_order(count, builder)
             self.in_order_at, self._is_in_order = builder.now, True
             return
         self._is_in_order = False
         builder.room = count - len(builder.batch)
         if self.waiting and builder.room:
-            _, _, index, _ = min(self._live_lines())
-            newcomers = self._lines[index].newcomers(self.in_order_at, count)
-            alike = self._sizes.nearest(first.size)
-            self._take_out_of_turn(
-                chain((each for each in newcomers if each.size <= NOT_LARGER * first.size), alike), builder
-            )
+            others = [index for _, _, index, _ in sorted(self._live_lines())]
+            newcomers = self._lines[others[0]].newcomers(self.in_order_at, builder.room)
+            small = (each for each in newcomers if each.size <= NOT_LARGER * first.size)
+            alike = (self._sizes[index].nearest(first.size) for index in (own, *others))
+            self._take_out_of_turn(chain(small, chain.from_iterable(alike)), builder)
 
     def _take_out_of_turn(self, requests: Iterable[Request], builder: BatchBuilder) -> None:
         for request in requests:
+            index = self._index_of(request)
             if not builder.accepts(request):
+                if self._sizes is not None:
+                    self._sizes[index].add(request)
                 return
-            self._lines[self._index_of(request)].charge(request)
-            self.forget(request)
+            if request.deadline > builder.now:
+                self._lines[index].charge(request)
+            self._count_out(request)
             if not builder.room:
                 return
 

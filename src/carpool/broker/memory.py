@@ -287,9 +287,6 @@ class MemoryBroker:
         """Let requests that were taken wait again, before requests that came after them."""
         lanes: dict[int, Lane] = {}
         now = self._clock()
-        for model in {request.model for request in requests}:
-            for lane in self._active[model].values():
-                lane.forget_sizes()
         for request in requests:
             if (is_running := request.phase == RUNNING) or request.phase == ADMITTED:
                 model = request.model

@@ -68,10 +68,15 @@ class SizeIndex:
         while requests:
             request = requests.popleft()
             self._held -= 1
-            if request.phase == QUEUED:
+            if _waits(request):
                 yield request
 
     def keep_small(self, waiting: int) -> None:
         """Drop what is gone, if that is more than what waits."""
         if self._held > 2 * waiting + GONE_MIN:
-            self._fill([each for requests in self._classes.values() for each in requests if each.phase == QUEUED])
+            self._fill([each for requests in self._classes.values() for each in requests if _waits(each)])
+
+
+def _waits(request: Request) -> bool:
+    """Whether it waits, and was never taken: what was put back goes first in any case, maybe in another lane."""
+    return request.phase == QUEUED and not request.is_back

@@ -97,6 +97,8 @@ class Request(msgspec.Struct, eq=False):
     is_over: bool = False
     # It was let in with a burst (admission/shedding.py): it waits behind others of its tier, and of higher ones.
     is_late: bool = False
+    # It was put back, and waits before the others of its line. Kept by the broker.
+    is_back: bool = False
     phase: int = ADMITTED
     # When it was taken into a batch; 0.0 before. And the last one it was in; over Redis a batcher knows that.
     taken: float = 0.0

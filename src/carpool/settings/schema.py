@@ -152,7 +152,8 @@ class UpstreamSettings(Section, frozen=True):
         "batches that one endpoint takes at once; `auto`: Carpool finds out, one step at a time, at most 8",
     ] = 1
     pad: Annotated[
-        bool, "the API takes exactly `max_batch` inputs: the last one is repeated, and its further outputs are dropped"
+        bool,
+        "the API takes exactly `max_batch` inputs: the shortest one is repeated, and its further outputs are dropped",
     ] = False
     timeout_s: Annotated[Seconds, "longest time for one attempt"] = 3.0
     attempts: Annotated[int, Meta(ge=1, le=10), "attempts for one batch, the first included"] = 4

@@ -59,7 +59,7 @@ from carpool.upstream.patient_tasks import PatientTasks
 from carpool.upstream.pool import EndpointState, Pool
 from carpool.upstream.quarantine import Quarantine
 from carpool.upstream.retry import RetryBudget
-from carpool.upstream.same import Merged, still_there
+from carpool.upstream.same import Merged, fill_up, still_there
 from carpool.upstream.scheduler import (
     LOOK_S,
     Action,
@@ -111,6 +111,8 @@ class UpstreamDispatcher:
         when_limit_is_learned: Callable[[EndpointState], None] = do_nothing,
         # Finds the inputs of a call that are the same; None where each is sent for itself.
         merge: Callable[[list[Request]], Merged] | None = None,
+        # How many inputs each call has, where the API takes no fewer.
+        fill_to: int = 0,
         others: OtherBatchers | None = None,
         events: Events | None = None,
         # None where calls are not traced.
@@ -124,6 +126,7 @@ class UpstreamDispatcher:
         self._dead_letters = dead_letters
         self._when_limit_is_learned = when_limit_is_learned
         self._merge = merge
+        self._fill_to = fill_to
         self._events = events or Events()
         self._traces = traces
         self._clock = clock
@@ -330,6 +333,9 @@ class UpstreamDispatcher:
         is_slot_held = False
         try:
             sent, places = (members, None) if self._merge is None else self._merge(members)
+            if self._fill_to:
+                most = min(self._fill_to, member.batch_limit.learned or self._fill_to)
+                sent, places = fill_up(Merged(sent, places), most)
             message = self._codec.encode(sent, call_id)
             if traced is not None:
                 message = replace(message, headers=message.headers + traced.headers)
@@ -347,7 +353,7 @@ class UpstreamDispatcher:
         if answer.load is not None:
             member.controller.report(answer.load)
         if is_slot_held:
-            return self._refused(call, answer, call_id, message.path)
+            return self._refused(call, len(sent), answer, call_id, message.path)
         if places is not None:
             sent = still_there(Merged(sent, places), members)
         try:
@@ -413,15 +419,20 @@ class UpstreamDispatcher:
         about = (call.member, len(call.members), call.began, 200, str(fault), look_at)
         return Failed(call, Failure(Refusal("fault"), error, *about))
 
-    def _refused(self, call: Call, answer: UpstreamResponse, call_id: str, path: str) -> Failed:
+    def _refused(self, call: Call, sent: int, answer: UpstreamResponse, call_id: str, path: str) -> Failed:
         """An answer with an error status. What the body says goes to a client that was alone in its call, at most."""
         self.calls["refused"] += 1
         member, members, status = call.member, call.members, answer.status
         try:
-            refusal = self._codec.classify(answer, len(members), call_id)
+            refusal = self._codec.classify(answer, max(sent, len(members)), call_id)
         except Exception:  # a defect of the codec
             self._pool.give_back(member)
             raise
+        size = len(members)
+        if (
+            refusal.kind == "split" and sent > size
+        ):  # it was filled up: no input is at fault, and parts would be as large
+            refusal, size = Refusal("elsewhere", batch_max=refusal.batch_max), sent
         what = look_at = ""
         if not member.succeeded:
             names = field_names(answer.body, members[0].parameters) if status == 422 else ()
@@ -429,7 +440,7 @@ class UpstreamDispatcher:
             look_at = look_at_after(status, self._codec.inputs_field)
         says = f"the inference API answered with status {status}"
         error = UpstreamRefused(says) if refusal.kind == "give-up" else UpstreamFailed(says)
-        return Failed(call, Failure(refusal, error, member, len(members), call.began, status, what, look_at))
+        return Failed(call, Failure(refusal, error, member, size, call.began, status, what, look_at))
 
 
 def call_failed(member: EndpointState, what: str, look_at: str, now: float) -> None:

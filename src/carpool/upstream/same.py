@@ -5,7 +5,6 @@ meet, and tasks. Leases, attempts and searches are about requests as before: onl
 comes back, is fewer.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from carpool.core.request import DONE, Request
@@ -36,12 +35,13 @@ def merge_same(members: list[Request], *, is_owned: bool) -> Merged:
     return Merged(sent, places)
 
 
-def fill_up(members: list[Request], *, count: int, merge: Callable[[list[Request]], Merged] | None) -> Merged:
-    """As many inputs as the API wants: the last one again and again, whose further outputs nobody gets."""
-    sent, places = Merged(members, None) if merge is None else merge(members)
+def fill_up(merged: Merged, count: int) -> Merged:
+    """As many inputs as the API wants: the smallest one again and again, whose further outputs nobody gets."""
+    sent, places = merged
     if len(sent) >= count:
-        return Merged(sent, places)
-    return Merged([*sent, *[sent[-1]] * (count - len(sent))], places or list(range(len(sent))))
+        return merged
+    smallest = min(sent, key=lambda request: request.size)
+    return Merged([*sent, *[smallest] * (count - len(sent))], places or list(range(len(sent))))
 
 
 def still_there(merged: Merged, members: list[Request]) -> list[Request]:

@@ -18,6 +18,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from math import inf
 from typing import Any
 
 from carpool.broker.lanes import SYNCHRONOUS_SHARE, MinShare
@@ -299,15 +300,16 @@ class Consumer:
 
     def _release_what_is_stuck(self) -> None:
         """Slots that were free when requests were taken may be gone (an endpoint failed): give some back."""
-        stuck = {name for name, model in self._models.items() if model.free_slots() <= 0}
+        stuck = {name: after_s for name, model in self._models.items() if (after_s := model.stuck_after_s()) < inf}
         long_ago = self._clock() - self._look_every_s
-        for request in self._broker.waiting_requests() if stuck & self._stuck else ():
+        for request in self._broker.waiting_requests() if stuck.keys() & self._stuck else ():
             leased = request.held_by
+            if request.model not in stuck or request.model not in self._stuck or not isinstance(leased, LeasedEntries):
+                continue
             # A request that was sent and is to be sent again in other company, or of a quarantined owner, waits for a
             # slot here.
-            patience_s = STUCK_AGAIN_S if request.taken or request.is_quarantined else 0.0
-            since = long_ago - patience_s
-            if request.model in stuck & self._stuck and isinstance(leased, LeasedEntries) and leased.taken < since:
+            is_patient = request.taken or request.is_quarantined
+            if leased.taken < long_ago - (STUCK_AGAIN_S if is_patient else stuck[request.model]):
                 self._give_back(request)
         self._stuck = {name for name in stuck if any(True for _ in self._broker.lanes(name))}
 

@@ -28,6 +28,9 @@ class FedModel(Protocol):
     def free_slots(self) -> int:
         """Slots that could take a batch now."""
 
+    def stuck_after_s(self) -> float:
+        """How long a request may wait here while no slot is free; inf while one is."""
+
     def may_go_elsewhere(self, request: Request) -> bool:
         """Whether another batcher can serve a request that this one cannot."""
 
