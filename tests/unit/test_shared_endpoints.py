@@ -44,7 +44,6 @@ async def test_a_loaded_endpoint_of_one_slot_counts_for_its_share_of_the_time() 
     assert service.loop.free_slots() == 1  # it still takes a whole call
 
 
-<<<<<<< HEAD
 @pytest.mark.parametrize(("gateways", "free"), [(1, 4), (2, 2), (4, 1), (9, 1)])
 async def test_an_endpoint_that_rests_now_and_then_costs_no_whole_slot(gateways: int, free: int) -> None:
     settings = Settings(model="m", upstream=UpstreamSettings(endpoints=[f"sim:?seed={number}" for number in range(4)]))
@@ -59,7 +58,8 @@ async def test_an_endpoint_that_rests_now_and_then_costs_no_whole_slot(gateways:
     service.pool.follow(member)
     assert service.pool.total() == pytest.approx(3.7)
     assert service.loop.free_slots() == free
-=======
+
+
 class Elsewhere:
     """Where requests are fetched from."""
 
@@ -91,7 +91,6 @@ async def test_what_is_fetched_ahead_waits_a_while_for_busy_slots(fit: Fit, ahea
     for fetched.waiting, free in ((1000, ahead), (100, 0)):
         assert service.free_slots() == free
         assert service.stuck_after_s() == (STUCK_AHEAD_S if fit == "on" else 0.0)
->>>>>>> att-fit
 
 
 @pytest.mark.parametrize("are_others_well", [False, True])
