@@ -79,6 +79,8 @@ class ModelFace:
         upstream = model.upstream
         self.name = model.name
         self.body_bytes_max = model.input.body_bytes_max
+        if upstream.pad:  # an input that rides alone is sent `max_batch` times
+            self.body_bytes_max = min(self.body_bytes_max, model.batching.batch_bytes_max // model.batching.max_batch)
         self._input = model.input
         self._protocol = upstream.protocol
         self.codec = make_codec(
@@ -289,10 +291,10 @@ class ModelService(ModelFace):
         """
         if self.pool.is_none_closed:
             return min(self.loop.slots_due(), 1)
-        ahead = int(self.scheduler.searching > 0)
+        due = max(self.loop.slots_due(), int(self.scheduler.searching > 0))
         if self._fetched is not None and self._fetched.unread() >= FIT_MIN * self.loop.max_batch:
-            ahead += self.loop.batches_ahead()
-        return max(self.loop.slots_due(), ahead)
+            return due + self.loop.batches_ahead()
+        return due
 
     def stuck_after_s(self) -> float:
         """How long a request may wait here while no slot is free; inf while one is."""

@@ -127,9 +127,9 @@ class TestOrder:
         gateway = await halves.gateway()
         batcher = await halves.batcher(free=0, largest=1)
         names = [f"{kind}-{turn}" for turn in range(4) for kind in ("plain", "special")]
-        for name in names:
+        for number, name in enumerate(names):
             gateway.submit(name, parameters=b'{"t":1}' if name.startswith("special") else b"")
-            await gateway.nodes.ask(0, b"PING")
+            await halves.until_entries(number + 1)
             await asyncio.sleep(0.002)  # the next one is younger, also in milliseconds
         await until(lambda: batcher.nodes.wakeups == 2)
         assert [await self.next_ids(batcher) for _ in names] == [[name] for name in names]

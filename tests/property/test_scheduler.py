@@ -5,6 +5,7 @@ calls are bounded, and every slot comes back.
 from collections import Counter
 from random import Random
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -27,6 +28,7 @@ from carpool.upstream.scheduler import (
     Failure,
     Formed,
     GiveBack,
+    LimitLearned,
     NotMade,
     PutBack,
     Rest,
@@ -101,6 +103,7 @@ class Play:
         # How often each was sent since it last waited, and how often it was put back.
         self.sends: Counter[Request] = Counter()
         self.put_back: Counter[Request] = Counter()
+        self.limits_learned = 0
 
     def count_waiting(self) -> int:
         return len(self.waiting)
@@ -131,6 +134,8 @@ class Play:
                 assert self.put_back[request] <= 60
                 self.sends[request] = 0
                 self.waiting.append(request)
+        elif isinstance(action, LimitLearned):
+            self.limits_learned += 1
 
     def end(self, request: Request, *, may_be_done: bool = False) -> None:
         """A request has its outcome: it had none, unless its client has left meanwhile."""
@@ -317,4 +322,25 @@ def test_a_retry_for_clients_that_have_left_is_given_up() -> None:
     play.clock.advance(0.2)
     play.tell(Tick())
     assert play.scheduler.running == 0
+    play.finish()
+
+
+@pytest.mark.parametrize("slots", [[1], [1, 1]])
+def test_an_input_at_fault_that_leaves_blames_no_endpoint(slots: list[int]) -> None:
+    """All others of its batch were answered later on: that taught a wrong limit, and opened the breaker."""
+    play = Play(slots, 1, others=None)
+    for _ in range(20):
+        play.send(MAX_BATCH - 1)
+        bad = play.calls[0].members[3]
+        play.end_call(0, 500)  # or the second endpoint is asked, which refuses it as well
+        bad.phase = DONE
+        for _ in range(50):
+            if not play.calls:
+                break
+            play.end_call(0, 500 if bad in play.calls[0].members else "answered")
+            play.clock.advance(0.01)
+            play.tell(Tick())
+        play.form()
+    assert not play.limits_learned
+    assert all(member.breaker.failures == 0 for member in play.pool.members)
     play.finish()

@@ -34,6 +34,7 @@ class Owner:
     clients: int
     sizes: tuple[int, ...] = ()
     pause_s: float = 0.0
+    tier: int = 0
     seconds: list[float] = field(default_factory=list)
 
 
@@ -47,6 +48,8 @@ class Found:
     explains: str
     p99_s: dict[str, float]
     longest_s: float
+    # Calls that the endpoint may have at once in the end.
+    slots: float
 
 
 class Load:
@@ -110,6 +113,7 @@ class Load:
                 if owner.seconds
             },
             longest_s=self.longest_s,
+            slots=self.engine.serving.services[0].pool.total(),
         )
 
     def _send(self, name: str) -> None:
@@ -119,7 +123,8 @@ class Load:
         else:
             size = min(LARGEST, max(3, int(MEDIAN * self.random.lognormvariate(0.0, SIGMA))))
         value = b'"' + bytes(size - 2).replace(b"\0", b"x") + b'"'
-        request = Request("r", MODEL, b"", value, size, 0, now, now + 0.05, inf, inf, self, owner=name)
+        place = now + self.engine.runtime.settings.tiers[owner.tier].target_ms / 1000
+        request = Request("r", MODEL, b"", value, size, owner.tier, now, place, inf, inf, self, owner=name)
         refusal = self.engine.admit(request)
         assert refusal is None, refusal
 

@@ -1,6 +1,7 @@
 """How many calls an endpoint gets, by what is known of its load."""
 
 from itertools import pairwise
+from random import Random
 
 import pytest
 
@@ -16,6 +17,7 @@ from carpool.upstream.controller import (
     WINDOW_S,
     Controller,
     ServiceTimes,
+    Throughput,
 )
 
 
@@ -71,7 +73,7 @@ def test_after_a_while_what_was_slow_is_normal() -> None:
 
     def are_slow(seconds: float, now: float) -> bool | None:
         for _ in range(CALLS_MIN):
-            times.add(64, seconds, now)
+            times.add(64, 0, seconds, now)
         return times.verdict()
 
     assert are_slow(0.2, 0.0) is False
@@ -270,3 +272,28 @@ def test_what_was_answered_with_fewer_slots_is_no_measure_for_a_step() -> None:
         controller.step(second + 1.0)
         seen.append(controller.slots)
     assert 2 in seen and seen[-1] == 1
+
+
+def test_batches_of_mixed_sizes_are_not_slow_where_padding_is_paid_for() -> None:
+    """Twice as many inputs, the largest of them twice as large, is four times as much work."""
+    times, random = ServiceTimes(), Random(1)
+    verdicts = []
+    for number in range(4000):
+        size, largest = random.randint(32, 63), min(2048, int(800 * random.lognormvariate(0.0, 0.5)))
+        times.add(size, largest, 0.02 + 10e-6 * size * largest, number / 20)
+        if number % CALLS_MIN == CALLS_MIN - 1:
+            verdicts.append(times.verdict())
+    assert verdicts.count(True) <= 1
+
+
+def test_a_time_in_which_nothing_waited_is_no_low_throughput() -> None:
+    """Bursts with silence between them, two calls at once: a slot that brought much was taken away again."""
+    rates = []
+    for pause_s in (0.0, 5.0):
+        seen, now = Throughput(0.0), 0.0
+        for number in range(100):
+            now += 0.05 + pause_s * (number % 20 == 0)
+            seen.add(64, now, now + 0.1, True)
+            seen.add(64, now + 0.01, now + 0.11, True)
+        rates.append(seen.rate)
+    assert rates[1] == pytest.approx(rates[0], rel=0.25)

@@ -29,6 +29,12 @@ from carpool.testing import make_output, make_request
 from support.processes import until
 
 
+@pytest.fixture(autouse=True)
+def has_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A turn of the event loop is long enough for all that is done in it, however busy the machine is."""
+    monkeypatch.setattr(timers, "TURN_S", 60.0)
+
+
 class NoteTaker:
     """A connection that takes notes; it has room for as many parts as it is told."""
 

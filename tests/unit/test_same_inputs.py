@@ -6,9 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from carpool.core.errors import ClientLeft, InputRefused
+from carpool.core.errors import ClientLeft, InputRefused, UpstreamRefused
 from carpool.core.outcome import Output
 from carpool.core.request import Request
+from carpool.service import ModelFace
+from carpool.settings import Settings, models_of
+from carpool.settings.schema import BatchingSettings, UpstreamSettings
 from carpool.testing import (
     FakeUpstream,
     UpstreamCall,
@@ -137,6 +140,28 @@ class TestAnApiThatTakesAFixedNumber:
                 await asyncio.sleep(5.0)
             assert isinstance(stand.witness.outcome(last), Output)
             assert len(gpu.calls[-1].inputs) == 4
+
+        stand.run(main)
+
+    def test_no_call_has_more_bytes_than_a_batch_may(self) -> None:
+        """An input that is alone in its call is sent as often as the API wants inputs."""
+        batching = BatchingSettings(max_batch=8, batch_bytes_max=4096)
+        for pad, most in ((True, 512), (False, 1024 * 1024)):
+            settings = Settings(model="m", batching=batching, upstream=UpstreamSettings(endpoints=["sim:"], pad=pad))
+            assert ModelFace(models_of(settings)["m"]).body_bytes_max == most
+
+    def test_a_call_that_is_too_large_is_not_made_again(self) -> None:
+        """Filled up, it would be as large anywhere."""
+        gpu = FakeUpstream(slots=2)
+        stand = Stand(gpu, max_batch=4, pad=True)
+
+        async def main() -> None:
+            for _ in range(100):
+                gpu.then(failing(413))
+            requests = [stand.send(b'"bad"', "o", is_same=True)]
+            await asyncio.sleep(3.0)
+            assert values(stand, requests) == [UpstreamRefused]
+            assert len(gpu.calls) == 1
 
         stand.run(main)
 

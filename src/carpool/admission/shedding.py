@@ -19,7 +19,8 @@
    a call has ended, one is taken to need twice what the oldest has needed so far; while none runs nothing is known, and
    no request is refused.
 5. An estimate may be wrong. If even the shortest wait that was seen in a while is longer than the tier may wait, the
-   capacity is trusted less, until it is not (as CoDel does it).
+   capacity is trusted less, until it is not (as CoDel does it). It is also trusted less while some requests wait much
+   longer than others: the limits are for all of them.
 6. The lowest tier always has headroom for its minimum share: it must not starve while other tiers use everything.
 7. `thresholds` is the simple way: by how many wait, and by the rate that comes in.
 8. Over Redis a gateway does not see which of its requests still wait and which are being served. It supposes that all
@@ -150,6 +151,7 @@ class LoadShedder:
         # Requests a second that come, also those that are refused.
         self.rates = [0.0] * count
         self.trust = [1.0] * count
+        self._spread = 1.0
         # Rule 2: for how many more of each tier there is room. It stays the same list.
         self.headroom = [inf] * count
         # Rule 3: how much of the own tier may be ahead of a request.
@@ -342,15 +344,18 @@ class LoadShedder:
         elsewhere: Sequence[float] = (),
         batch_s: float = 0.0,
         lanes: LaneCounts | None = None,
+        spread: float = 1.0,
     ) -> None:
         """What can be served, and is in a batch, by tier; where it waits. For rule 4: how long a call takes, what may
-        be let in late, and what other gateways bring that takes of that, by tier.
+        be let in late, and what other gateways bring that takes of that, by tier. For rule 5: how many times as long
+        as the others some requests wait.
 
         With `batch_s`, `stats_by_tier` also counts requests that are being served, for so long each.
         """
         self.capacity, self._batch = list(capacity), list(batch)
         self._stats_by_tier, self._lanes = stats_by_tier, lanes
         self._batch_s = batch_s
+        self._spread = spread
         self.call_s, self._burst_rps = call_s, burst_rps
         self._elsewhere = list(elsewhere) or [0.0] * len(self._tiers)
         self._is_known, self._first_call = True, None
@@ -421,7 +426,8 @@ class LoadShedder:
         for tier, rule in enumerate(self._tiers):
             is_late = self._seen[tier] >= GUARD_SEEN_MIN and self._shortest[tier] > rule.wait_max_s
             trust = self.trust[tier]
-            self.trust[tier] = max(TRUST_MIN, trust * TRUST_FALLS) if is_late else min(1.0, trust + TRUST_GROWS)
+            grown = min(1.0 / self._spread, trust + TRUST_GROWS)
+            self.trust[tier] = max(TRUST_MIN, trust * TRUST_FALLS) if is_late else grown
             if not self._seen[tier]:
                 self._waits[tier] = 0.0
             self._seen[tier], self._shortest[tier] = 0, inf

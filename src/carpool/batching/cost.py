@@ -23,7 +23,7 @@ KEPT = 1.0 - 1.0 / MEMORY_CALLS
 OUTLIER = 3.0
 FACTOR_WEIGHT, MEAN_WEIGHT = 0.05, 0.05
 ENDPOINTS_MAX = 4096
-SURE_ERRORS, PADDED_ON = 4.0, 0.1
+SURE_ERRORS, PADDED_ON = 4.0, 0.2
 # Where two terms tell nearly the same, each gets a part of it.
 RIDGE, SAME = 1e-4, 1e-3
 SECONDS_MIN = 1e-6

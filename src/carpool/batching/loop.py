@@ -58,6 +58,8 @@ AHEAD_S = 0.01
 # Where batches are put together by size, so many more batches may be fetched to choose from, of so many seconds' work:
 # others cannot serve what is here any more.
 AHEAD_BATCHES_MAX, AHEAD_WORK_S = 8, 0.5
+# By size, one request in a hundred waits so many times as long as in order.
+BY_SIZE_SPREAD = 1.5
 # How long a batch waits for company that is being fetched.
 COMPANY_S = 0.01
 RETRY_AFTER_FAILURE_S = 0.01
@@ -250,6 +252,10 @@ class BatchLoop:
         """Whether batches are put together by size, while many wait."""
         return self.fit == "on" or (self.fit == "auto" and self.cost.is_padded)
 
+    def wait_spread(self) -> float:
+        """How many times as long as the others some requests wait, if many wait: those of rare sizes."""
+        return BY_SIZE_SPREAD if self.is_by_size() else 1.0
+
     def batches_ahead(self) -> int:
         """Batches to fetch beyond what slots can take, to choose from."""
         if not self.is_by_size() or not self.has_room():
@@ -347,7 +353,7 @@ class BatchLoop:
         if self.fit != "off" or self.batch_seconds_max < inf:
             sizes = [request.size for request in batch]
             self._spread += SIZE_WEIGHT * (max(sizes) * len(sizes) / max(1, sum(sizes)) - self._spread)
-            in_order = not by_size or lane.in_order_at == now
+            in_order = not by_size or lane.is_in_order
             ended = partial(self._learn_cost, ended, named, sum(sizes), max(sizes), in_order)
         self._dispatcher.dispatch(batch, ended)
         if not self._times.ended and (self._first is None or self._first.ended):
@@ -447,7 +453,13 @@ class BatchLoop:
         """Whether to wait a moment for company: the slot has just become free, and requests wait elsewhere."""
         if self._company_comes is None or self.draining or now - self._freed_at >= COMPANY_S:
             return False
-        return lane.waiting < self._dispatcher.batch_max(lane, self.max_batch) and self._company_comes()
+        if lane.waiting < self._dispatcher.batch_max(lane, self.max_batch):
+            return self._company_comes()
+        # Those that came while the slot was busy may go before all that was fetched ahead.
+        fetched = self._fetched
+        if fetched is None or not self.is_by_size():
+            return False
+        return fetched.unread() > 0 and fetched.unread_s() > now - self._freed_at
 
     def _is_full_of_bytes(self, lane: LaneQueue) -> bool:
         """To the policy this is as good as `max_batch` requests: no company could come along."""

@@ -11,19 +11,23 @@
 3. A batch is bounded in bytes too: it ends before the request with which it would have too many. No request
    overtakes that one. The first is taken however large it is, so that the lane gets shorter, unless there is no
    room for it at all.
-4. Batches that fit (`by_size`), while FIT_MIN batches or more wait: the first in the order goes, always. With it go
-   newcomers, unless they are NOT_LARGER times as large: requests of owners who have none waiting from before the last
-   batch in order. All other places go to requests of similar size (`size_index.py`): of the first one's line, and only
-   when none is left there of the next line in the order, so that tiers and tasks have what is due to them. The batch
-   is in order after all if the first came after the last batch in order, and the last batch was by size; or if an owner
-   has had LAG_MAX of a batch less than its share. So those who waited when a batch left in order go before the next
-   such one; and whom the order prefers (its owner sends little, its tier is high) is passed over by a batch or two.
+4. Batches that fit (`by_size`), while FIT_MIN batches or more wait: the first in the order goes, always. Each line gets
+   as many places as it would have in order: lines are compared by the places of as many requests as wait in each,
+   those that came last, so that who is left behind in one takes nothing from others. With the first go the first of
+   each such line, and newcomers: requests of owners who have none waiting from before the last batch in order. All
+   other places go to requests of similar size (`size_index.py`), of the line whose places they are while any wait
+   there. The batch is in order after all if the first came after the last batch in order, and the last batch was by
+   size; or if an owner has had LAG_MAX of a batch less than its share. So those who waited when a batch left in
+   order go before the next such one; and whom the order prefers (its owner sends little, its tier is high) is hardly
+   passed over.
    What is taken by size stays in its line like the dead. The lane of quarantined owners is served in order: requests
    move there from other lanes.
 """
 
-from collections.abc import Iterable
-from itertools import chain
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator
+from heapq import merge
+from itertools import islice
 from math import inf
 from typing import Any
 
@@ -33,10 +37,11 @@ from carpool.broker.size_index import SizeIndex
 from carpool.core.request import APART, QUEUED, Request
 
 REBUILD_DEAD_MIN = 64
-# Rule 4: with fewer batches waiting there is little to choose from; and how many times as large the next may be.
+# Rule 4: with fewer batches waiting there is little to choose from.
 FIT_MIN = 2
-NOT_LARGER = 2
 LAG_MAX = 0.25
+# What came so shortly before a batch may not have been here when it was put together: over Redis it has to be fetched.
+ON_THE_WAY_S = 0.01
 # With `strict`, what a tier adds to the place by which lanes are compared: more seconds than any clock counts.
 STRICT_STEP_S = 1e9
 # The most credit that is saved up.
@@ -45,6 +50,10 @@ DUE_MAX = 1024.0
 LOWEST_TIER_SHARE = 0.05
 # What synchronous requests get of what is served, however many tasks are old enough to go first.
 SYNCHRONOUS_SHARE = 0.9
+
+
+# A line with requests that wait: its rank, place and number, and the request that has waited longest.
+LiveLine = tuple[int, float, int, Request]
 
 
 class MinShare:
@@ -122,15 +131,16 @@ class Lane:
     """Requests of one model with the same lane key."""
 
     __slots__ = (
-        "_is_in_order",
+        "_in_order_at",
         "_lines",
+        "_places",
         "_ranks",
         "_sizes",
         "_stats_by_tier",
         "_tiers",
         "arrivals",
         "batching_notes",
-        "in_order_at",
+        "is_in_order",
         "is_quarantined",
         "key",
         "model",
@@ -157,8 +167,10 @@ class Lane:
         # Rule 4: by line what waits by size, while that is used; when the last batch left in order, and whether the
         # last one did.
         self._sizes: list[SizeIndex] | None = None
-        self.in_order_at = -inf
-        self._is_in_order = False
+        # Meanwhile: the places of as many requests of each line as wait there, those that came last.
+        self._places: list[deque[float]] = []
+        self._in_order_at = -inf
+        self.is_in_order = False
 
     def __repr__(self) -> str:
         return f"<Lane {self.model} waiting={self.waiting} dead={sum(line.dead for line in self._lines)}>"
@@ -198,6 +210,7 @@ class Lane:
             line.add(request)
         if self._sizes is not None:
             self._sizes[index].add(request)
+            self._places[index].append(request.place)
 
     def put_back(self, request: Request) -> None:
         """Let a request that was taken wait again, before those behind it: it has waited already."""
@@ -209,6 +222,8 @@ class Lane:
         if index >= 2 * self._tiers:
             self._stats_by_tier[index].add_late(request.owner)
         self._lines[index].put_back(request, is_moved=self.is_quarantined)
+        if self._sizes is not None:
+            self._places[index].appendleft(request.place)
 
     def forget(self, request: Request) -> None:
         """Count out a waiting request that is about to be settled."""
@@ -223,6 +238,8 @@ class Lane:
         self._stats_by_tier[index].remove(request.owner, 1, request.size)
         if index >= 2 * self._tiers:
             self._stats_by_tier[index].remove_late(request.owner)
+        if self._sizes is not None:
+            self._places[index].popleft()
         line = self._lines[index]
         line.dead += 1
         if line.dead > REBUILD_DEAD_MIN and line.dead > self.waiting:
@@ -231,7 +248,7 @@ class Lane:
     def forget_sizes(self) -> None:
         """Choose in order again."""
         if self._sizes is not None:
-            self._sizes = None
+            self._sizes, self._places = None, []
             for line in self._lines:
                 line.rebuild()
 
@@ -293,6 +310,7 @@ class Lane:
         """Rule 4."""
         if self._sizes is None:
             self._sizes = [SizeIndex(line.requests()) for line in self._lines]
+            self._places = [deque(sorted(each.place for each in line.requests())) for line in self._lines]
         for sizes in self._sizes:
             sizes.keep_small(self.waiting)
         lag_max = LAG_MAX * count * (1.0 + self.waiting_bytes / self.waiting / COST_BYTES)
@@ -301,19 +319,53 @@ class Lane:
             return
         first = builder.batch[0]
         own = self._index_of(first)
-        is_new = first.arrived > self.in_order_at and not self._is_in_order
+        is_new = first.arrived > self._in_order_at and not self.is_in_order
         if is_new or self._lines[own].lag() > lag_max:
             self._take_in_order(count, builder)
-            self.in_order_at, self._is_in_order = builder.now, True
+            self._in_order_at, self.is_in_order = builder.now - ON_THE_WAY_S, True
             return
-        self._is_in_order = False
+        self.is_in_order = False
         builder.room = count - len(builder.batch)
         if self.waiting and builder.room:
-            others = [index for _, _, index, _ in sorted(self._live_lines())]
-            newcomers = self._lines[others[0]].newcomers(self.in_order_at, builder.room)
-            small = (each for each in newcomers if each.size <= NOT_LARGER * first.size)
-            alike = (self._sizes[index].nearest(first.size) for index in (own, *others))
-            self._take_out_of_turn(chain(small, chain.from_iterable(alike)), builder)
+            self._take_out_of_turn(self._company(first, own, builder.room), builder)
+
+    def _company(self, first: Request, own: int, count: int) -> Iterator[Request]:
+        """Who goes with the first, of this line: of each line as many as in order."""
+        assert self._sizes is not None
+        live = sorted(self._live_lines())
+        numbers = self._numbers(live, count)
+        lines = [own, *(index for _, _, index, _ in live if index != own)]
+        for index in lines:
+            number = numbers[index]
+            head = self._lines[index].longest_waiting() if number and index != own else None
+            if head is not None and not head.is_back:
+                yield head
+                number -= 1
+            newcomers = self._lines[index].newcomers(self._in_order_at, number) if number else []
+            yield from newcomers
+            yield from islice(self._sizes[index].nearest(first.size), number - len(newcomers))
+        for index in lines:
+            yield from self._sizes[index].nearest(first.size)
+
+    def _numbers(self, live: list[LiveLine], count: int) -> Counter[int]:
+        """How many of each line would be in a batch in order."""
+        if len(live) == 1:
+            return Counter({live[0][2]: count})
+        due, numbers = self._ranks.min_share.due() if self._ranks.min_share is not None else 0, Counter[int]()
+        if due:
+            numbers += self._next_of([line for line in live if line[2] in self._ranks.lowest], min(due, count))
+        if (due := min(self._ranks.synchronous.due(), count - numbers.total())) > 0:
+            numbers += self._next_of(self._synchronous_of(live), due)
+        return numbers + self._next_of(live, count - numbers.total())
+
+    def _next_of(self, live: list[LiveLine], count: int) -> Counter[int]:
+        """How many of the next so many of these lines each of them has."""
+        places = ([(rank, place, index) for place in islice(self._places[index], count)] for rank, _, index, _ in live)
+        return Counter(index for _, _, index in islice(merge(*places), count))
+
+    def _synchronous_of(self, live: list[LiveLine]) -> list[LiveLine]:
+        """The lines of synchronous requests among those of the best rank."""
+        return [line for line in live if line[0] == live[0][0] and not self._has_tasks(line[2])]
 
     def _take_out_of_turn(self, requests: Iterable[Request], builder: BatchBuilder) -> None:
         for request in requests:
@@ -333,10 +385,10 @@ class Lane:
         while builder.room and self.waiting and builder.bytes_left >= 0:
             live = sorted(self._live_lines())
             if is_synchronous:
-                live = [line for line in live if line[0] == live[0][0] and not self._has_tasks(line[2])]
+                live = self._synchronous_of(live)
                 if not live:
                     return
-            bound = live[1][1] if len(live) > 1 and live[0][0] == live[1][0] else inf
+            bound = max(live[1][1], live[0][3].place) if len(live) > 1 and live[0][0] == live[1][0] else inf
             self._take_from(live[0][2], bound, builder)
 
     def _take_from(self, index: int, bound: float, builder: BatchBuilder) -> None:
@@ -345,6 +397,9 @@ class Lane:
         number, size = self._lines[index].move(builder, bound, self._stats_by_tier[index])
         self.waiting -= number
         self.waiting_bytes -= size
+        if self._sizes is not None:
+            for _ in range(number):
+                self._places[index].popleft()
         if index >= 2 * self._tiers:
             for request in (*builder.batch[before[0] :], *builder.expired[before[1] :]):
                 self._stats_by_tier[index].remove_late(request.owner)
@@ -356,7 +411,7 @@ class Lane:
     def _has_tasks(self, index: int) -> bool:
         return self._tiers <= index < 2 * self._tiers
 
-    def _live_lines(self) -> list[tuple[int, float, int, Request]]:
+    def _live_lines(self) -> list[LiveLine]:
         """The lines with requests that wait: rank, place, number, and the request that has waited longest."""
         live = []
         tiers = self._tiers if self._ranks.is_strict else 1
@@ -364,5 +419,6 @@ class Lane:
             if line.plain or line.back or line.mixed or line.is_shared:
                 head = line.longest_waiting()
                 if head is not None:
-                    live.append((index % tiers, head.place, index, head))
+                    place = head.place if self._sizes is None else self._places[index][0]
+                    live.append((index % tiers, place, index, head))
         return live

@@ -57,7 +57,10 @@ def learn_own(shedder: LoadShedder, service: ModelService, stats_by_tier: Sequen
     if loop.is_capacity_known():
         capacity, batches = service.capacity_rps(), [loop.busy_size] * count
         call_s, lanes = loop.service_s, service.lane_counts()
-        shedder.learn([capacity] * count, batches, stats_by_tier, call_s=call_s, burst_rps=capacity, lanes=lanes)
+        spread = loop.wait_spread()
+        shedder.learn(
+            [capacity] * count, batches, stats_by_tier, call_s=call_s, burst_rps=capacity, lanes=lanes, spread=spread
+        )
     else:
         shedder.suppose(lambda: (service.fleet.healthy_slots() * loop.busy_size, loop.first_sent()), stats_by_tier)
 

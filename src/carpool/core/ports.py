@@ -33,8 +33,8 @@ class LaneQueue(Protocol):
     arrivals: int
     # The lane of quarantined owners, who share no batch with others.
     is_quarantined: bool
-    # When a batch was last taken in order while batches were chosen by size.
-    in_order_at: float
+    # Whether the last batch was taken in order while batches were chosen by size.
+    is_in_order: bool
     # What batching keeps about the lane (its arrival rate); None at first, lost when the lane is dropped.
     batching_notes: Any
 

@@ -153,7 +153,8 @@ class UpstreamSettings(Section, frozen=True):
     ] = 1
     pad: Annotated[
         bool,
-        "the API takes exactly `max_batch` inputs: the shortest one is repeated, and its further outputs are dropped",
+        "the API takes exactly `max_batch` inputs: the shortest one is repeated, and its further outputs are dropped; "
+        "a body may have `batch_bytes_max / max_batch` bytes then",
     ] = False
     timeout_s: Annotated[Seconds, "longest time for one attempt"] = 3.0
     attempts: Annotated[int, Meta(ge=1, le=10), "attempts for one batch, the first included"] = 4

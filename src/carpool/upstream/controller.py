@@ -40,27 +40,29 @@ TRY_AFTER_S, TRY_AFTER_S_MAX = 15.0, 600.0
 
 
 class ServiceTimes:
-    """Whether calls take much longer than they did lately. A batch is compared with those of about its size."""
+    """Whether calls take much longer than they did lately. A batch is compared with those of about as many inputs, and
+    of about as many bytes if it is padded to its largest input.
+    """
 
     __slots__ = ("_before", "_calls", "_least", "_slow", "_window_end")
 
     def __init__(self) -> None:
-        # The shortest call by size (in powers of two), in this window and in the one before.
-        self._least: dict[int, float] = {}
-        self._before: dict[int, float] = {}
+        # The shortest call by sizes (in powers of two), in this window and in the one before.
+        self._least: dict[tuple[int, int], float] = {}
+        self._before: dict[tuple[int, int], float] = {}
         self._window_end = -inf
         # Calls since the last verdict, and those of them that were slow.
         self._calls = 0
         self._slow = 0
 
-    def add(self, size: int, seconds: float, now: float) -> None:
-        """A batch of this size took so long."""
+    def add(self, size: int, largest: int, seconds: float, now: float) -> None:
+        """A batch of so many inputs, the largest of so many bytes, took so long."""
         if now >= self._window_end:
             # After a long silence both windows are old.
             self._before = self._least if now < self._window_end + WINDOW_S else {}
             self._least = {}
             self._window_end = now + WINDOW_S
-        group = size.bit_length()
+        group = size.bit_length(), (size * largest).bit_length()
         this_window = self._least.get(group, inf)
         least = min(this_window, self._before.get(group, inf))
         self._calls += 1
@@ -96,6 +98,7 @@ class Throughput:
             return
         if self._calls:
             self._inputs += size
+            self._first += max(0.0, began - self._last)  # without the time in which nothing waited
         else:
             self._first = ended
         self._calls += 1
@@ -176,11 +179,13 @@ class Controller:
         elif status == 429:
             self._is_refusing = True
 
-    def answered(self, size: int, seconds: float, began: float, *, is_crowded: bool = False) -> None:
-        """A batch of this size was answered after so long; `is_crowded`: a whole batch waits for the slot."""
+    def answered(self, size: int, seconds: float, began: float, *, largest: int = 0, is_crowded: bool = False) -> None:
+        """A batch of so many inputs, the largest of so many bytes, was answered after so long; `is_crowded`: a whole
+        batch waits for the slot.
+        """
         self._call_s = seconds
         if not self.is_auto:
-            self._times.add(size, seconds, began)
+            self._times.add(size, largest, seconds, began)
         elif is_crowded or self._before is not None:
             self._seen.add(size, began, began + seconds, is_crowded)
         else:

@@ -368,7 +368,8 @@ class UpstreamDispatcher:
         call.job.ended(seconds)
         controller = member.controller
         is_crowded = controller.is_auto and self.scheduler.is_crowded()
-        controller.answered(len(sent), seconds, started, is_crowded=is_crowded)
+        largest = max(request.size for request in sent)
+        controller.answered(len(sent), seconds, started, largest=largest, is_crowded=is_crowded)
         member.batch_limit.answered(len(sent), started)
         facts = CallFacts(
             len(sent) if places is None else len(set(places)),
@@ -429,10 +430,9 @@ class UpstreamDispatcher:
             self._pool.give_back(member)
             raise
         size = len(members)
-        if (
-            refusal.kind == "split" and sent > size
-        ):  # it was filled up: no input is at fault, and parts would be as large
-            refusal, size = Refusal("elsewhere", batch_max=refusal.batch_max), sent
+        if refusal.kind == "split" and sent > size:
+            # It was filled up: no input is at fault, and parts would be as large, here and elsewhere.
+            refusal, size = Refusal("give-up", batch_max=refusal.batch_max), sent
         what = look_at = ""
         if not member.succeeded:
             names = field_names(answer.body, members[0].parameters) if status == 422 else ()

@@ -159,11 +159,13 @@ class Job:
 
     __slots__ = (
         "attempt", "dead_in_a_row", "ended", "failures", "group", "is_paid", "last", "members", "paid_s",
-        "ready_at", "search", "started",
+        "ready_at", "search", "sent", "started",
     )  # fmt: skip
 
     def __init__(self, members: list[Request], now: float, ended: Callable[[float], None]) -> None:
         self.members = members
+        # Those of them that the last call had: the clients of others had left.
+        self.sent: list[Request] = []
         # For the shell: who hears how long its calls take.
         self.ended = ended
         self.attempt = 0
@@ -612,6 +614,7 @@ class Scheduler:
             self._over(job, too_many(len(members), most, now) if members else out_of_time())
             return
         member.batch_limit.largest(now, len(members))
+        job.sent = members
         job.attempt += 1
         latest = max(request.deadline for request in members)
         over_at = latest if latest - now <= self.timeout_s else inf
@@ -830,10 +833,10 @@ class Scheduler:
         """Learn of the endpoints that failed a batch first from what the last endpoint made of it."""
         for failed, failure in job.failures:
             if isinstance(result, EndpointState) and failed is not result and failure.counts:
-                if failure.refusal.kind == "bisect":
-                    self.blame([failed], ())
-                else:
+                if failure.refusal.kind != "bisect":
                     self._found_sick(failed)
+                elif failure.size == len(job.sent):
+                    self.blame([failed], ())  # else the input at fault may have left with its client
             elif isinstance(result, Failure) and failure.refusal.kind == "bisect":
                 # The search begins where it would have begun, but for what is known now.
                 return failure._replace(refused_too=result.member if result.refusal.kind == "bisect" else None)
@@ -1079,7 +1082,7 @@ class Scheduler:
             return
         group, members = job.group, job.members
         if isinstance(result, EndpointState):
-            self._step_answered(search, group, result)
+            self._step_answered(search, group, job.sent, result)
         elif result.refusal.kind == "bisect":
             # A batch that was refused before an endpoint worked counts when a part of it is refused after that.
             is_batch = search.is_unproven and result.started > self.pool.works_since
@@ -1098,12 +1101,15 @@ class Scheduler:
             search.bisection.left(group)
         self._look_at(search)
 
-    def _step_answered(self, search: Search, group: Slice, member: EndpointState) -> None:
+    def _step_answered(self, search: Search, group: Slice, sent: list[Request], member: EndpointState) -> None:
         search.bisection.answered(group)
         search.answered_by.add(member)
-        search.parts_answered.append(group)
-        self._look_for_common(search.batch[group.first : group.end])
+        self._look_for_common(sent)
+        if len(sent) == group.size:  # else the input at fault may have left with its client
+            search.parts_answered.append(group)
         for index in range(group.first, group.end):
+            if len(sent) < group.size and search.batch[index] not in sent:
+                continue
             if search.known:
                 self._known_poison.forget(search.known[index])
             # An endpoint that refused alone what another one answers is at fault.
