@@ -154,6 +154,33 @@ def test_newcomers_ride_along_however_large_they_are() -> None:
     assert {each.id for each in batch if each.owner == "few"} == {"few0", "few1"}
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_many_owners_of_several_tiers(seed: int) -> None:
+    random, now = Random(seed), 0.0
+    lane = Lane("m", b"", Ranks(3, strict=seed % 2 == 1, min_share=0.05))
+    came = gone = 0
+    for _ in range(200):
+        now += 0.02
+        for _ in range(random.choice((0, 10, 60, 200))):
+            came += 1
+            size = min(2048, int(240 * random.lognormvariate(0.0, 0.875)))
+            request = make_request(
+                str(came),
+                Witness(),
+                now=now,
+                owner=str(random.choice((0, random.randint(1, 9), random.randint(1, 300)))),
+                tier=random.randint(0, 2),
+                value=b"x" * size,
+                is_task=random.random() < 0.1,
+                target_s=random.choice((0.05, 0.5)),
+                total_timeout_s=random.choice((0.3, 60.0)),
+            )
+            lane.append(request)
+        batch, expired = lane.take(random.choice((8, 32)), now, by_size=random.random() < 0.9)
+        gone += len(batch) + len(expired)
+        assert lane.waiting == came - gone == len(lane.requests())
+
+
 @pytest.mark.parametrize("strict", [False, True])
 def test_each_tier_has_as_many_places_as_in_order(strict: bool) -> None:
     """Requests of odd sizes stay behind and grow old: their tier gains nothing by it."""

@@ -341,7 +341,7 @@ class Lane:
             if head is not None and not head.is_back:
                 yield head
                 number -= 1
-            newcomers = self._lines[index].newcomers(self._in_order_at, number) if number else []
+            newcomers = self._lines[index].newcomers(self._in_order_at, number)[:number] if number else []
             yield from newcomers
             yield from islice(self._sizes[index].nearest(first.size), number - len(newcomers))
         for index in lines:
