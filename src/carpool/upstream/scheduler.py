@@ -6,7 +6,8 @@ What an answer without outputs means, its kind, is the codec's to say (codecs/re
    fault      2xx, but no valid answer                                   rule 2, at one other endpoint
    bisect     400, 422, 424, 500: an input may be bad                    rule 9
    split      413, or words about a limit: too many inputs               rule 4
-   give-up    other statuses, like 401: repeating it would not help      told to the clients
+   give-up    other statuses, like 401: repeating it would not help      told to the clients; or rule 9, where the
+              endpoint answers other calls, and the status is not about the call whatever its inputs are
 
 Calls
 1. A batch that forms goes to a free slot. A call that its endpoint answers ends the matter.
@@ -27,15 +28,17 @@ Endpoints
 8. Failures that one owner's inputs explain bar that owner alone from an endpoint; the owner is quarantined.
 
 Inputs
-9. A refusal that may blame an input (400, 422, 500) begins a search (bisection.py): halves are sent until each bad
-   input was refused alone. But where the endpoint is in doubt, another one that is known to be well is asked about the
-   whole first. Steps of a search are no attempts, and say nothing against an endpoint; they go to another endpoint than
-   the one that refused, if there is one.
+9. A refusal that may blame an input ("bisect") begins a search (bisection.py): halves are sent until each bad input was
+   refused alone. But where the endpoint is in doubt, another one that is known to be well is asked about the whole
+   first. The steps of a search take nothing from the attempts of its requests, and what they are refused says nothing
+   against an endpoint, but no answer does; they go to another endpoint than the one that refused, if there is one. An
+   input that brings no answer at all is not searched for: its batch fails with it.
 10. An input that was refused alone is at fault if its endpoint is known to be right: it has answered others of the
-   lane, and a second endpoint, if there is one, has refused calls with this input too. Its client gets a 422, it is
-   kept as a dead letter, and the same input is sent alone for a time. An endpoint that refuses what another answers is
-   itself at fault. Where neither is known, the client gets the API's own word, and the endpoint is suspected by this
-   owner's inputs only.
+   lane, and a second endpoint, if there is one, has refused calls with this input too; or if two that are all there are
+   have refused it alone with 400 or 422. Its client gets a 422, it is kept as a dead letter, and the same input is sent
+   alone for a time. An endpoint that refuses what another answers is itself at fault, but not if the input that it
+   refused may have left with its client. Where neither is known, the client gets the API's own word, and the endpoint
+   is suspected by this owner's inputs only.
 11. Where other batchers have endpoints that work, one of them is asked before an input is blamed. Where both halves of
    a batch were refused and nothing was answered meanwhile, it is hardly an input: what waits goes back to the queue.
 12. For a call that began before an endpoint had answered one well, no input is blamed and no owner is quarantined.
