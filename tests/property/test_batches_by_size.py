@@ -378,3 +378,63 @@ def test_what_is_gone_is_dropped() -> None:
     index = SizeIndex(requests)  # none of them waits
     index.keep_small(0)
     assert "held=0" in repr(index)
+
+
+@pytest.mark.parametrize("gone", [1, 20])
+def test_who_comes_and_leaves_takes_nothing_from_those_that_wait(gone: int) -> None:
+    """The place of one that waited went with each that left: its tier, or its whole lane, was not served any more."""
+
+    def found(by_size: bool) -> int:
+        lane, now, number = Lane("m", b"", Ranks(2)), 0.0, 0
+
+        def come(owner: str, tier: int) -> Request:
+            nonlocal number
+            number += 1
+            request = make_request(
+                str(number),
+                Witness(),
+                now=now,
+                owner=owner,
+                tier=tier,
+                target_s=0.05 + 0.45 * tier,
+                value=b"x" * (50 + number % 7 * 100),
+                total_timeout_s=inf,
+            )
+            lane.append(request)
+            return request
+
+        for _ in range(24):
+            come("busy", 0)
+        lane.take(8, now, by_size=by_size)
+        victim = come("victim", 1)
+        for batches in range(200):
+            now += 0.1
+            for _ in range(8):
+                come("busy", 0)
+            for _ in range(gone):
+                leaving = come("leaves", 1)
+                lane.forget(leaving)
+                leaving.settle(ClientLeft("left"), now)
+            if victim in lane.take(8, now, by_size=by_size)[0]:
+                return batches
+        return 200
+
+    assert found(True) <= found(False) + 2
+
+
+@pytest.mark.parametrize("owners", [1, 5])
+def test_what_is_put_back_goes_together(owners: int) -> None:
+    """Innocents of a batch that was refused: one went with each batch."""
+    lane, now, number = Lane("m", b"", Ranks(1)), 0.0, 0
+    batch: list[Request] = []
+    for count in (96, 32, 32, 32, 32):
+        for _ in range(count):
+            number += 1
+            value = b"x" * (50 + number % 7 * 100)
+            lane.append(make_request(str(number), Witness(), now=now, owner=str(number % owners), value=value))
+        batch, _ = lane.take(32, now, by_size=True)
+        now += 0.2
+    for request in batch[1:]:
+        lane.put_back(request)
+    again, _ = lane.take(32, now, by_size=True)
+    assert {each.id for each in batch[1:]} <= {each.id for each in again}

@@ -326,18 +326,29 @@ def test_a_retry_for_clients_that_have_left_is_given_up() -> None:
 
 
 @pytest.mark.parametrize("slots", [[1], [1, 1]])
-def test_an_input_at_fault_that_leaves_blames_no_endpoint(slots: list[int]) -> None:
-    """All others of its batch were answered later on: that taught a wrong limit, and opened the breaker."""
+@pytest.mark.parametrize("is_last_moment", [False, True])
+def test_an_input_at_fault_that_leaves_blames_no_endpoint(slots: list[int], is_last_moment: bool) -> None:
+    """All others of its batch were answered later on: that taught a wrong limit, and opened the breaker. It may leave
+    when the next call with it was decided on, and is not written yet.
+    """
     play = Play(slots, 1, others=None)
     for _ in range(20):
         play.send(MAX_BATCH - 1)
         bad = play.calls[0].members[3]
         play.end_call(0, 500)  # or the second endpoint is asked, which refuses it as well
-        bad.phase = DONE
+        if not is_last_moment:
+            bad.phase = DONE
         for _ in range(50):
             if not play.calls:
                 break
-            play.end_call(0, 500 if bad in play.calls[0].members else "answered")
+            call = play.calls[0]
+            if bad in call.members and is_last_moment and len(call.members) <= MAX_BATCH // 2:
+                bad.phase = DONE
+                play.calls[0] = call._replace(members=[each for each in call.members if each is not bad])
+            if not play.calls[0].members:
+                play.tell(NotMade(play.calls.pop(0)))
+            else:
+                play.end_call(0, 500 if bad in play.calls[0].members else "answered")
             play.clock.advance(0.01)
             play.tell(Tick())
         play.form()

@@ -68,13 +68,18 @@ class Fetched:
     def __init__(self) -> None:
         self.waiting = 0
         self.known = 0
+        self.told_s = 0.0
+        self.asked = False
         self.due: Callable[[], None] = do_nothing
 
     def unread(self) -> int:
         return self.waiting
 
     def unread_s(self) -> float:
-        return 0.0
+        return self.told_s
+
+    def is_asked(self) -> bool:
+        return self.asked
 
     def batch_is_due(self) -> None:
         self.due()
@@ -732,5 +737,23 @@ def test_calls_that_take_now_long_now_short_move_the_capacity_little() -> None:
         assert min(seen) > 0.65
         assert max(seen) < 1.5
         await asyncio.sleep(20.0)
+
+    stand.run(main)
+
+
+def test_a_batch_by_size_waits_for_those_that_came_while_the_slot_was_busy() -> None:
+    """They are asked for when it frees. If they are not, or Redis does not answer, the batch goes."""
+    stand = Stand(slots=1, company_comes=lambda: False, fit="on")
+
+    async def main() -> None:
+        for waiting, asked, told_s, late_s in ((5, True, 9.0, COMPANY_S), (5, False, 9.0, 0.0), (5, True, 0.0, 0.0)):
+            stand.fetched.waiting = 0
+            stand.arrive(2 * MAX_BATCH)
+            await asyncio.sleep(SERVICE_S / 2)
+            stand.fetched.waiting, stand.fetched.asked, stand.fetched.told_s = waiting, asked, told_s
+            await asyncio.sleep(2 * SERVICE_S)
+            first, second = stand.sent.at[-2:]
+            assert second - first == pytest.approx(SERVICE_S + late_s, abs=0.002)
+            await asyncio.sleep(2 * SERVICE_S)
 
     stand.run(main)

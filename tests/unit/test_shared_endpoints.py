@@ -71,6 +71,9 @@ class Elsewhere:
     def unread_s(self) -> float:
         return 0.0
 
+    def is_asked(self) -> bool:
+        return False
+
     def batch_is_due(self) -> None: ...
 
     def call_time_is_known(self) -> None: ...

@@ -456,10 +456,10 @@ class BatchLoop:
         if lane.waiting < self._dispatcher.batch_max(lane, self.max_batch):
             return self._company_comes()
         # Those that came while the slot was busy may go before all that was fetched ahead.
-        fetched = self._fetched
-        if fetched is None or not self.is_by_size():
+        fetched, free_s = self._fetched, now - self._free_since[0] if self._free_since else inf
+        if fetched is None or not self.is_by_size() or free_s >= COMPANY_S:
             return False
-        return fetched.unread() > 0 and fetched.unread_s() > now - self._freed_at
+        return fetched.unread() > 0 and fetched.unread_s() > free_s and fetched.is_asked()
 
     def _is_full_of_bytes(self, lane: LaneQueue) -> bool:
         """To the policy this is as good as `max_batch` requests: no company could come along."""

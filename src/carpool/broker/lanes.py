@@ -11,15 +11,15 @@
 3. A batch is bounded in bytes too: it ends before the request with which it would have too many. No request
    overtakes that one. The first is taken however large it is, so that the lane gets shorter, unless there is no
    room for it at all.
-4. Batches that fit (`by_size`), while FIT_MIN batches or more wait: the first in the order goes, always. Each line gets
-   as many places as it would have in order: lines are compared by the places of as many requests as wait in each,
-   those that came last, so that who is left behind in one takes nothing from others. With the first go the first of
-   each such line, and newcomers: requests of owners who have none waiting from before the last batch in order. All
-   other places go to requests of similar size (`size_index.py`), of the line whose places they are while any wait
-   there. The batch is in order after all if the first came after the last batch in order, and the last batch was by
-   size; or if an owner has had LAG_MAX of a batch less than its share. So those who waited when a batch left in
-   order go before the next such one; and whom the order prefers (its owner sends little, its tier is high) is hardly
-   passed over.
+4. Batches that fit (`by_size`), while FIT_MIN batches or more wait: the first in the order goes, always. Each line
+   gets as many places as it would have in order: lines are compared by the places of as many requests as wait in
+   each, those that came last, so that who is left behind in one takes nothing from others. With the first go the
+   first of each such line, and newcomers: requests of owners who have none waiting from before the last batch in
+   order. All other places go to requests of similar size (`size_index.py`), of the line whose places they are while
+   any wait there. The batch is in order after all if the first came after the last batch in order, and the last batch
+   was by size; if the first was put back; or if an owner has had LAG_MAX of a batch less than its share. So those who
+   waited when a batch left in order go before the next such one; and whom the order prefers (its owner sends little,
+   its tier is high) is hardly passed over.
    What is taken by size stays in its line like the dead. The lane of quarantined owners is served in order: requests
    move there from other lanes.
 """
@@ -227,6 +227,8 @@ class Lane:
 
     def forget(self, request: Request) -> None:
         """Count out a waiting request that is about to be settled."""
+        if self._sizes is not None:  # who leaves gives up the last place, and takes nothing from those that wait
+            self._places[self._index_of(request)].rotate(1)
         self._count_out(request)
         if self._sizes is not None:
             self._sizes[self._index_of(request)].keep_small(self.waiting)
@@ -320,7 +322,7 @@ class Lane:
         first = builder.batch[0]
         own = self._index_of(first)
         is_new = first.arrived > self._in_order_at and not self.is_in_order
-        if is_new or self._lines[own].lag() > lag_max:
+        if is_new or first.is_back or self._lines[own].lag() > lag_max:
             self._take_in_order(count, builder)
             self._in_order_at, self.is_in_order = builder.now - ON_THE_WAY_S, True
             return
@@ -419,6 +421,6 @@ class Lane:
             if line.plain or line.back or line.mixed or line.is_shared:
                 head = line.longest_waiting()
                 if head is not None:
-                    place = head.place if self._sizes is None else self._places[index][0]
+                    place = head.place if self._sizes is None else max(head.place, self._places[index][0])
                     live.append((index % tiers, place, index, head))
         return live

@@ -39,6 +39,10 @@ class FetchedFromRedis:
         """How long ago that was known."""
         return self._serving.consumer.unread_s()
 
+    def is_asked(self) -> bool:
+        """Whether an answer is awaited."""
+        return self._serving.consumer.is_asking()
+
     def batch_is_due(self) -> None:
         """Fetch what the next batch is made of."""
         self._serving.consumer.notify()

@@ -247,6 +247,9 @@ class FetchedQueue(Protocol):
     def unread_s(self) -> float:
         """How long ago that was known."""
 
+    def is_asked(self) -> bool:
+        """Whether an answer is awaited."""
+
     def batch_is_due(self) -> None:
         """The next batch is due: what it is made of may have to be fetched."""
 

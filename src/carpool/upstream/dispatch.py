@@ -431,8 +431,9 @@ class UpstreamDispatcher:
             raise
         size = len(members)
         if refusal.kind == "split" and sent > size:
-            # It was filled up: no input is at fault, and parts would be as large, here and elsewhere.
-            refusal, size = Refusal("give-up", batch_max=refusal.batch_max), sent
+            # It was filled up: no input is at fault, and parts would be as large. Maybe nothing helps.
+            may_help = refusal.batch_max is not None or self._pool.has_others(member)
+            refusal, size = Refusal("elsewhere" if may_help else "give-up", batch_max=refusal.batch_max), sent
         what = look_at = ""
         if not member.succeeded:
             names = field_names(answer.body, members[0].parameters) if status == 422 else ()

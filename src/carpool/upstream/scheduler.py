@@ -167,7 +167,7 @@ class Job:
 
     def __init__(self, members: list[Request], now: float, ended: Callable[[float], None]) -> None:
         self.members = members
-        # Those of them that the last call had: the clients of others had left.
+        # Those of them that were answered: the clients of others had left.
         self.sent: list[Request] = []
         # For the shell: who hears how long its calls take.
         self.ended = ended
@@ -617,7 +617,6 @@ class Scheduler:
             self._over(job, too_many(len(members), most, now) if members else out_of_time())
             return
         member.batch_limit.largest(now, len(members))
-        job.sent = members
         job.attempt += 1
         latest = max(request.deadline for request in members)
         over_at = latest if latest - now <= self.timeout_s else inf
@@ -628,6 +627,7 @@ class Scheduler:
     def _answered(self, call: Call) -> None:
         job, member = call.job, call.member
         now = self._now
+        job.sent = call.members  # without those who left before it was written
         self.service_s += SERVICE_WEIGHT * (now - call.began - self.service_s)
         self.pool.record_success(member, call.members[0].common_key, call.began)
         if self._shares:

@@ -252,6 +252,10 @@ class Consumer:
         """How many seconds ago Redis last told how many wait there. While all slots are busy, it is not asked."""
         return self._clock() - self._told_at
 
+    def is_asking(self) -> bool:
+        """Whether a question to Redis is out, or goes out at the end of this turn."""
+        return self.unanswered > 0 or (self.turn.is_due and bool(self._budgets()))
+
     def why_no_work(self) -> str | None:
         """Why nothing is taken although slots are free, for readiness; None if all is well."""
         if self._replies.unconfirmed > UNCONFIRMED_MAX:
