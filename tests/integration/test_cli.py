@@ -22,7 +22,7 @@ def test_version() -> None:
 def test_help_lists_the_commands_with_examples() -> None:
     done = carpool("--help")
     assert done.returncode == 0
-    for command in ("demo", "serve", "config", "sim-gpu", "bench"):
+    for command in ("demo", "serve", "config", "sim-gpu", "bench", "plan"):
         assert f" {command} " in done.stdout
     assert "Examples" in done.stdout
 
@@ -111,6 +111,7 @@ def test_config_warns_of_timeouts_that_cannot_be_reached(tmp_path: Path) -> None
         (["serve", "--port"], ["--port", "requires an argument"]),
         (["serve", "extra"], ["extra", "carpool serve --help"]),
         (["srve"], ["srve", "Did you mean 'serve'?"]),
+        (["plan", "--target", "75"], ["--target is 75", "from 0.000001 to 1"]),
         (["gateway"], ["no broker", "--broker redis://HOST:6379", "carpool serve"]),
         (["gateway", "--upstream", "sim:"], ["no broker"]),
         (["batcher", "--upstream", "sim:"], ["no broker"]),

@@ -35,6 +35,7 @@ PURE = [
     "broker/redis/types.py",
     "core/token_bucket.py",
     "client/wire.py",
+    "tools/plan.py",
     "tracking/records.py",
     "upstream/quarantine.py",
     "upstream/poison.py",

@@ -15,6 +15,8 @@ from carpool.cli.bench import bench
 from carpool.cli.dlq import dlq, examples, webhooks
 from carpool.cli.doctor import EPILOG, doctor
 from carpool.cli.keys import keys
+from carpool.cli.plan import EPILOG as PLAN_EPILOG
+from carpool.cli.plan import plan
 from carpool.cli.sim import demo, sim_gpu
 from carpool.cli.top import EPILOG as TOP_EPILOG
 from carpool.cli.top import top
@@ -67,6 +69,7 @@ app.command(epilog=USAGE_EPILOG, rich_help_panel="Looking")(usage)
 app.add_typer(tracking, rich_help_panel="Looking")
 app.command("sim-gpu", rich_help_panel="Measuring")(sim_gpu)
 app.command(rich_help_panel="Measuring")(bench)
+app.command(epilog=PLAN_EPILOG, rich_help_panel="Measuring")(plan)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

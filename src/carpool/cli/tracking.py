@@ -169,11 +169,11 @@ def shown_record(record: "RequestRecord") -> dict[str, Any]:
     return shown | {name: rfc3339(shown[name]) for name in ("created_at", "completed_at")}
 
 
-def seconds_of(text: str) -> float:
+def seconds_of(text: str, option: str = "--since") -> float:
     """A time span such as 90s, 10m, 1h or 7d."""
     found = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)([smhd])", text.strip())
     if found is None:
-        raise ConfigError("--since must be like 30s, 10m, 1h or 7d")
+        raise ConfigError(f"{option} must be like 30s, 10m, 1h or 7d")
     return float(found[1]) * UNITS_S[found[2]]
 
 
