@@ -22,7 +22,7 @@ def test_version() -> None:
 def test_help_lists_the_commands_with_examples() -> None:
     done = carpool("--help")
     assert done.returncode == 0
-    for command in ("demo", "serve", "config", "sim-gpu", "bench", "plan"):
+    for command in ("demo", "serve", "config", "sim-gpu", "bench", "plan", "simulate"):
         assert f" {command} " in done.stdout
     assert "Examples" in done.stdout
 

@@ -109,6 +109,12 @@ def test_bad_tiers_are_refused(text: str, complaint: str) -> None:
         parse_tiers(text)
 
 
+def test_tiers_of_a_simulation_have_no_keys() -> None:
+    assert parse_tiers("paid=30, free=70", with_keys=False) == [TierLoad("paid", 30, ""), TierLoad("free", 70, "")]
+    with pytest.raises(BadOption, match="is not NAME=SHARE"):
+        parse_tiers("free=env:KEY:70", with_keys=False)
+
+
 def test_a_file_that_is_no_key_is_not_shown(tmp_path: Path) -> None:
     file = tmp_path / "key"
     file.write_text("two words")

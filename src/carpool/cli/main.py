@@ -18,6 +18,8 @@ from carpool.cli.keys import keys
 from carpool.cli.plan import EPILOG as PLAN_EPILOG
 from carpool.cli.plan import plan
 from carpool.cli.sim import demo, sim_gpu
+from carpool.cli.simulate import EPILOG as SIMULATE_EPILOG
+from carpool.cli.simulate import simulate
 from carpool.cli.top import EPILOG as TOP_EPILOG
 from carpool.cli.top import top
 from carpool.cli.tracking import REQUESTS_EPILOG, USAGE_EPILOG, WHY_EPILOG, requests, tracking, usage, why
@@ -70,6 +72,7 @@ app.add_typer(tracking, rich_help_panel="Looking")
 app.command("sim-gpu", rich_help_panel="Measuring")(sim_gpu)
 app.command(rich_help_panel="Measuring")(bench)
 app.command(epilog=PLAN_EPILOG, rich_help_panel="Measuring")(plan)
+app.command(epilog=SIMULATE_EPILOG, rich_help_panel="Measuring")(simulate)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -58,12 +58,17 @@ class _Given(NamedTuple):
     is_text: bool  # from a flag or a variable: numbers come as text
 
 
-def load_settings(flags: Mapping[str, Any], *, environ: Mapping[str, str], file: Path | None) -> Settings:
-    """The settings in effect; raises ConfigError. See `models_of` for what each model has."""
+def load_settings(
+    flags: Mapping[str, Any], *, environ: Mapping[str, str], file: Path | None, flag: str = ""
+) -> Settings:
+    """The settings in effect; raises ConfigError. See `models_of` for what each model has.
+
+    `flag` is the one that sets them all, where each does not have its own.
+    """
     tables, file_name = _read_file(environ, file)
     tiers, models, api_keys = tables.pop("tiers", None), tables.pop("models", {}), tables.pop("keys", {})
     given: dict[str, _Given] = {}
-    own = (_from_file(tables, file_name), _from_environment(environ), _from_flags(flags))
+    own = (_from_file(tables, file_name), _from_environment(environ), _from_flags(flags, flag))
     for layer in (_from_opentelemetry(environ), *own):
         given.update(layer)
 
@@ -172,14 +177,14 @@ def _from_opentelemetry(environ: Mapping[str, str]) -> dict[str, _Given]:
     }
 
 
-def _from_flags(flags: Mapping[str, Any]) -> dict[str, _Given]:
+def _from_flags(flags: Mapping[str, Any], flag: str) -> dict[str, _Given]:
     given = {}
     for path, value in flags.items():
         if path not in KEYS:
-            raise unknown("key", path, "flag", KEYS)
+            raise unknown("key", path, f"flag {flag}".rstrip(), KEYS)
         if value is not None:
-            flag = FLAGS.get(path, "").rpartition("/")[2]
-            given[path] = _Given(value, f"flag {flag}".rstrip(), True)
+            own = flag or FLAGS.get(path, "").rpartition("/")[2]
+            given[path] = _Given(value, f"flag {own}".rstrip(), True)
     return given
 
 

@@ -144,19 +144,19 @@ class TierLoad(msgspec.Struct, frozen=True):
         return f"TierLoad({self.name!r}, {self.share:g})"
 
 
-def parse_tiers(text: str) -> list[TierLoad]:
-    """The tiers in the syntax of --tiers, with their keys."""
-    tiers = [_parse_tier(part.strip()) for part in text.split(",")]
+def parse_tiers(text: str, *, with_keys: bool = True) -> list[TierLoad]:
+    """The tiers in the syntax of --tiers, with their keys; those of a simulation have none, and are NAME=SHARE."""
+    tiers = [_parse_tier(part.strip(), with_keys) for part in text.split(",")]
     if len({tier.name for tier in tiers}) < len(tiers):
         raise BadOption("a tier is named twice")
     return tiers
 
 
-def _parse_tier(part: str) -> TierLoad:
+def _parse_tier(part: str, with_keys: bool) -> TierLoad:
     name, equals, rest = part.partition("=")
     source, colon, share_text = rest.rpartition(":")
-    if not name or not equals or not colon:
-        raise BadOption(f"{part!r} is not NAME=KEYFILE:SHARE")
+    if not name or not equals or bool(colon) != with_keys:
+        raise BadOption(f"{part!r} is not {'NAME=KEYFILE:SHARE' if with_keys else 'NAME=SHARE'}")
     try:
         share = float(share_text)
     except ValueError:

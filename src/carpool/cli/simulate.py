@@ -1,0 +1,178 @@
+"""`carpool simulate`: what becomes of a load, without a GPU: the engine on virtual time."""
+
+import gc
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+import typer
+
+from carpool.cli.bench import SCHEDULE_HELP, SIZES_HELP
+from carpool.cli.dlq import Json, examples, leave, print_json, print_table
+from carpool.settings import Settings, load_settings
+from carpool.settings.resolution import path_of
+
+if TYPE_CHECKING:
+    from carpool.tools.bench.tally import TierReport
+    from carpool.tools.simulate import Simulated
+
+EXIT_BAD_OPTION = 2
+EPILOG = examples(
+    "carpool simulate --rate 10000 --gpus 40",
+    "carpool simulate --rate 2000 --gpus 5 --tiers enterprise=10,paid=30,free=60",
+    "carpool simulate --rate 2000 --gpus 8 --compare batching.policy=fixed,adaptive,pid",
+    "carpool simulate --rate 200 --gpu 'sim:?latency_ms=2&padded_ms_per_kb=2' --sizes lognormal:240,0.9,2000",
+    "carpool simulate --rate 1000 --gpus 4 --dies 1@10..20",
+)
+
+
+def simulate(
+    rate: Annotated[float, typer.Option(help="Requests per second, with random gaps as of independent clients.")] = (
+        1000.0
+    ),
+    seconds: Annotated[float, typer.Option(help="For how long, in virtual time.")] = 30.0,
+    schedule: Annotated[str | None, typer.Option(help="In place of --rate and --seconds. " + SCHEDULE_HELP)] = None,
+    warm: Annotated[float, typer.Option(min=0, help="So many seconds of the first rate go before, uncounted.")] = 5.0,
+    gpus: Annotated[int, typer.Option(min=1, max=4096, help="How many GPUs there are, each an endpoint.")] = 4,
+    gpu: Annotated[
+        str, typer.Option(metavar="URL", help="How each of them behaves, as in upstream.endpoints.")
+    ] = "sim:",
+    dies: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="GPU@SECOND[..SECOND]",
+            help="The GPU with this number, from 1 on, dies then, after the warming up, and may come back; may be "
+            "repeated.",
+        ),
+    ] = None,
+    tiers: Annotated[
+        str | None,
+        typer.Option(
+            help="Requests of several tiers, NAME=SHARE each; by default all are of the lowest. "
+            "Example: enterprise=5,paid=25,free=70"
+        ),
+    ] = None,
+    owners: Annotated[int, typer.Option(min=1, max=100_000, help="Owners of each tier, who ask equally often.")] = 100,
+    payload_bytes: Annotated[
+        int, typer.Option(min=4, max=16 * 1024 * 1024, help="Size of each input's JSON value.")
+    ] = 2000,
+    sizes: Annotated[str, typer.Option(help=SIZES_HELP)] = "fixed",
+    seed: Annotated[int, typer.Option(min=0, max=2**31, help="The same seed gives the same figures.")] = 1,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="SECTION.KEY=VALUE", help="A setting, before all others; may be repeated."),
+    ] = None,
+    compare: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SECTION.KEY=A,B,…",
+            help="Run the same load once for each value. Example: batching.policy=fixed,adaptive,pid",
+        ),
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option("--config", metavar="FILE", help="The configuration file; also CARPOOL_CONFIG.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Run Carpool's own engine, load shedding included, on virtual time against simulated GPUs.
+
+    It prints latencies, refusals and how busy the GPUs are. Settings are the usual ones, of carpool.toml and the
+    environment, for the model that is meant when a client names none. The command serves and calls nothing.
+    """
+    from carpool.tools import simulate as tool
+    from carpool.tools.bench.run import BadOption, option, parse_schedule, parse_tiers
+    from carpool.tools.bench.sizes import parse_sizes
+    from carpool.upstream.simulated import parse_sim_url
+
+    try:
+        with option("--schedule" if schedule is not None else "--rate and --seconds"):
+            segments = parse_schedule(schedule if schedule is not None else f"{rate}:{seconds}")
+        with option("--tiers"):
+            shares = parse_tiers(tiers, with_keys=False) if tiers is not None else []
+        with option("--sizes"):
+            drawn = parse_sizes(sizes, seed)
+        with option("--dies"):
+            deaths = tool.parse_deaths(dies or [], gpus)
+        with option("--set"):
+            given = dict(map(tool.parse_setting, settings or []))
+        with option("--compare"):
+            path, values = tool.parse_compared(compare) if compare is not None else ("", [""])
+        try:
+            each = parse_sim_url(gpu)
+        except ValueError as fault:
+            raise BadOption(f"--gpu: {fault}") from None
+        load = tool.Load(
+            segments=segments,
+            warm_s=warm,
+            tiers=shares,
+            owners=owners,
+            sizes=drawn,
+            payload_bytes=payload_bytes,
+            seed=seed,
+        )
+        variants = [_load_settings(given | ({path: value} if path else {}), config) for value in values]
+        fleet = tool.Gpus(count=gpus, each=each, deaths=deaths)
+        with _undisturbed():
+            runs = [tool.Simulation(variant, load, fleet).run() for variant in variants]
+    except BadOption as fault:
+        leave(str(fault), EXIT_BAD_OPTION, "simulate")
+    if json:
+        found = {value: msgspec.to_builtins(run) for value, run in zip(values, runs, strict=True)}
+        print_json({"compared": path, "runs": found} if path else found[""])
+        return
+    rows = [[value, *row] for value, run in zip(values, runs, strict=True) for row in _rows(run)]
+    columns = ("tier", "offered", "served", "p50", "p95", "p99", "503", "other errors", "mean batch", "GPUs busy")
+    print_table((path, *columns) if path else columns, rows if path else [row[1:] for row in rows])
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """With few passes of the garbage collector, as app.py, and no log of GPUs that fail, which the figures tell."""
+    logger, only_defects, thresholds = logging.getLogger("carpool"), logging.StreamHandler(), gc.get_threshold()
+    only_defects.addFilter(_is_defect)
+    logger.addHandler(only_defects)
+    logger.propagate = False
+    gc.set_threshold(100_000, 20, 50)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*thresholds)
+        logger.propagate = True
+        logger.removeHandler(only_defects)
+
+
+def _is_defect(record: logging.LogRecord) -> bool:
+    return record.exc_info is not None
+
+
+def _load_settings(given: Mapping[str, str], config: Path | None) -> Settings:
+    """The settings with those that the command line has."""
+    from carpool.tools.bench.run import BadOption
+
+    loaded = load_settings(given, environ=os.environ, file=config, flag="--set or --compare")
+    own = loaded.models.get(loaded.model, {})
+    for path in given:
+        section, _, key = path.partition(".")
+        if (stronger := path_of(loaded.model, own, key, section)) != path:
+            raise BadOption(f"{path} would change nothing, as the file has {stronger}: take that out of it")
+    return loaded
+
+
+def _rows(run: "Simulated") -> list[list[str]]:
+    """All of it, then each tier if there are several."""
+    mean = "-" if run.batch_mean is None else f"{run.batch_mean:.1f}"
+    tiers = run.tiers if len(run.tiers) > 1 else {}
+    rows = [_row(name, tier, run.seconds) for name, tier in [("all", run.all), *tiers.items()]]
+    rows[0] += [mean, f"{run.busy_share:.1%}"]
+    return rows
+
+
+def _row(name: str, tier: "TierReport", seconds: float) -> list[str]:
+    latency, others = tier.latency_ms, tier.limited + tier.timed_out + tier.failed
+    times = ("-" if value is None else f"{value:,.1f} ms" for value in (latency.p50, latency.p95, latency.p99))
+    rates = f"{tier.offered / seconds:,.1f}/s", f"{tier.goodput:,.1f}/s"
+    return [name, *rates, *times, f"{tier.shed:,}", f"{others:,}"]
