@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from carpool.admission.gate import Gate
-from carpool.batching.loop import COMPANY_S, BatchLoop
+from carpool.batching.loop import COMPANY_S, FRESH_S, BatchLoop
 from carpool.batching.policy import Fixed, LaneView, Plan, Policy, PolicyName, Send, make_policy
 from carpool.broker.memory import MemoryBroker
 from carpool.core.defaults import do_nothing
@@ -742,11 +742,12 @@ def test_calls_that_take_now_long_now_short_move_the_capacity_little() -> None:
 
 
 def test_a_batch_by_size_waits_for_those_that_came_while_the_slot_was_busy() -> None:
-    """They are asked for when it frees. If they are not, or Redis does not answer, the batch goes."""
+    """They are asked for when it frees. If they are not, or Redis does not answer, or has just told, the batch goes."""
     stand = Stand(slots=1, company_comes=lambda: False, fit="on")
 
     async def main() -> None:
-        for waiting, asked, told_s, late_s in ((5, True, 9.0, COMPANY_S), (5, False, 9.0, 0.0), (5, True, 0.0, 0.0)):
+        cases = ((5, True, 9.0, COMPANY_S), (5, False, 9.0, 0.0), (5, True, 0.0, 0.0), (5, True, FRESH_S, 0.0))
+        for waiting, asked, told_s, late_s in cases:
             stand.fetched.waiting = 0
             stand.arrive(2 * MAX_BATCH)
             await asyncio.sleep(SERVICE_S / 2)
