@@ -4,7 +4,7 @@
 2. Ages are differences of two times on Redis's clock, so no clocks of two machines are ever compared.
 3. A process that fell silent is shown as offline until it is forgotten, and counts for nothing meanwhile.
 4. Older versions read whole numbers of slots only. So a share of one is written as one, and as it is in `exact`.
-5. Older versions refuse an endpoint with fields that they do not know. So its latencies are written beside, in `call_ms`.
+5. Older versions refuse an endpoint with fields that they do not know. So its latencies are written in `call_ms`.
 """
 
 from collections.abc import Collection, Iterator
