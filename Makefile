@@ -9,7 +9,7 @@ WORKERS ?= 6
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup redis curl promtool postgresql chromium demo check test prometheus eyes pictures lint format docs protos bench overload gpu chaos fuzz interop clean pytest
+.PHONY: help setup redis curl promtool postgresql chromium demo check test prometheus eyes pictures lint format docs protos bench overload budget gpu chaos fuzz interop clean pytest
 
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
@@ -100,6 +100,9 @@ bench: setup redis ## measure beside the floor (several minutes)
 
 overload: setup ## load from half to ten times the capacity, by tier: the pictures of docs/overload.md (some minutes)
 	@$(BIN)/python bench/overload.py
+
+budget: setup redis .venv-interop/envoy/.ready ## where the time of a request goes, Envoy's hop included: the table of docs/observe.md (two minutes)
+	@$(BIN)/python bench/budget.py
 
 # PyTorch is the one of $(PYTHON): it is no part of Carpool's own environment, whose packages are lent to it.
 gpu: setup redis ## a real model on this machine's GPU behind Carpool: the figures of docs/gpu.md (needs PyTorch; some minutes)

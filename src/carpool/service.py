@@ -472,6 +472,12 @@ class ModelService(ModelFace):
                 for member in pool.members
                 for result, number in (("ok", member.succeeded), ("failed", member.failed))
             },
+            endpoint_latency_seconds={
+                (member.name, share): seconds
+                for member in pool.members
+                if (took := member.latest_calls.quantiles(now)) is not None
+                for share, seconds in (("0.5", took.p50), ("0.99", took.p99))
+            },
         )
 
 

@@ -105,6 +105,18 @@ async def test_what_changes_at_one_is_known_to_the_others(open_fleet: Open) -> N
     await until(all_know)
 
 
+async def test_how_long_an_endpoint_takes_is_known_to_all(open_fleet: Open) -> None:
+    site = await open_fleet()
+    assert (await site.here.ask()).status == 200
+
+    async def all_know() -> bool:
+        fleets = await asyncio.gather(*map(fleet_at, site.processes))
+        endpoints = [endpoint for fleet in fleets for endpoint in fleet["models"]["m"]["endpoints"]]
+        return all(0 < each.get("call_p50_ms", 0) == each["call_p99_ms"] for each in endpoints)
+
+    await until(all_know)
+
+
 async def test_one_that_drains_says_so(open_fleet: Open) -> None:
     site = await open_fleet()
     batcher, here, there = site.processes

@@ -58,6 +58,13 @@ def fails_with(tmp_path: Path, right: str, wrong: str, tests: Path) -> None:
         ("carpool_utilization[10m])) > 0.8", "carpool_utilization[10m])) > 0.1"),  # it fires while slots are idle
         ("carpool_batch_fill_count[10m])) < 0.5", "carpool_batch_fill_count[10m])) < 0.95"),
         ("avg_over_time(carpool_pressure[15m])", "carpool_pressure"),
+        ("quantile by (job, model)", "quantile by (job)"),  # a small model is no measure for a large one
+        ("0.01 + 2 * quantile", "2 * quantile"),  # milliseconds are enough
+        ("0.01 + 2 * quantile", "0.01 + 4 * quantile"),
+        ("2 * quantile by (job, model) (\n            0.25", "2 * quantile by (job, model) (\n            0.5"),
+        ("sum by (job, model, direction) (rate(carpool_arrival", "sum by (job, model) (rate(carpool_arrival"),
+        ("_count[15m])) > 0.4", "_count[15m])) > 0.1"),  # chance is enough
+        ("_count[15m])) > 0.1", "_count[15m])) > 0"),
     ],
 )
 def test_these_tests_can_fail(tmp_path: Path, right: str, wrong: str) -> None:

@@ -48,6 +48,13 @@ class Promises:
     def share(self) -> float:
         return self.kept / self.requests if self.requests else 1.0
 
+    def stated(self, on: str, passed: int, tests: int) -> str:
+        """The line of docs/guarantees.md about a whole run."""
+        return (
+            f"The last whole run, on {on}: {self.kept:,} of {self.requests:,} requests were answered as promised; "
+            f"{passed} of {tests} tests passed."
+        )
+
 
 # Of all checkers in this process.
 PROMISES = Promises()

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from carpool.admission.gate import Gate
 from carpool.batching.loop import COMPANY_S, FRESH_S, BatchLoop
-from carpool.batching.policy import Fixed, LaneView, Plan, Policy, PolicyName, Send, make_policy
+from carpool.batching.policy import Adaptive, Fixed, LaneView, Plan, Policy, PolicyName, Send, make_policy
 from carpool.broker.memory import MemoryBroker
 from carpool.core.defaults import do_nothing
 from carpool.core.errors import CarpoolError, UpstreamDown
@@ -181,6 +181,31 @@ def test_lanes_do_not_mix_and_the_best_place_goes_first() -> None:
             stand.arrive(name=f"{parameters.decode()}-{number}", parameters=parameters, target_s=target_s)
         await asyncio.sleep(1.0)
         assert stand.sent.names()[1:] == [["2-1", "2-4"], ["3-2", "3-5"], ["1-0", "1-3"]]
+
+    stand.run(main)
+
+
+@pytest.mark.parametrize(
+    ("policy", "in_bursts", "drifts"), [(Adaptive(), False, []), (Adaptive(), True, ["too-low"]), (Fixed(), True, None)]
+)
+def test_arrivals_in_bursts_are_seen_to_be_underestimated(
+    policy: Policy, in_bursts: bool, drifts: list[str] | None
+) -> None:
+    """CarpoolArrivalDrift fires above 0.4; what comes by chance is wrong in both directions, and less."""
+    stand, random = Stand(slots=8, policy=policy), Random(1)
+
+    async def main() -> None:
+        for _ in range(30 if in_bursts else 900):
+            await asyncio.sleep(1.0 if in_bursts else random.expovariate(50.0))
+            stand.arrive(50 if in_bursts else 1)
+        await asyncio.sleep(1.0)
+        errors = stand.loop.rate_errors
+        checks = sum(sum(each.counts) for each in errors.values())
+        if drifts is None:  # nothing goes by the estimate
+            assert not checks
+        else:
+            assert checks > 10
+            assert [direction for direction, each in errors.items() if each.total / checks > 0.4] == drifts
 
     stand.run(main)
 

@@ -10,6 +10,7 @@ from carpool.core.errors import all_errors
 from carpool.settings.keys import KEYS
 from carpool.telemetry.metrics import METRICS
 from carpool.tools.docs import MARK, PAGES, START_HERE, errors_tables, settings_tables, write_pages
+from support.checker import Promises
 from support.metric_names import SHOWN, named_in
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -43,6 +44,15 @@ def test_only_a_page_that_is_out_of_date_is_written(tmp_path: Path, capsys: pyte
     write_pages(tmp_path)
     assert page.read_text(encoding="utf-8") == current
     assert capsys.readouterr().out == f"wrote {page}\n"
+
+
+def test_the_guarantees_end_with_the_last_chaos_run_as_it_states_itself() -> None:
+    *_, line = (DOCS / "guarantees.md").read_text(encoding="utf-8").splitlines()
+    told = re.findall(r"\d{4}-\d\d-\d\d|[\d,]*\d", line)
+    promises = Promises()
+    promises.kept, promises.requests = (int(number.replace(",", "")) for number in told[1:3])
+    assert line == promises.stated(told[0], *map(int, told[3:]))
+    assert promises.kept <= promises.requests
 
 
 def test_every_metric_answers_one_question() -> None:

@@ -80,6 +80,38 @@ def test_the_same_seed_gives_the_same_outcomes(seed: int) -> None:
     assert once != Drive(seed + 10).run()
 
 
+def test_a_slow_endpoint_is_shown_beside_its_siblings() -> None:
+    clock = FakeClock()
+
+    def endpoints_of(model: Model) -> MakeEndpoint:
+        slow, quick = (SimulationSettings(latency_ms=latency_ms) for latency_ms in (300, 100))
+        return lambda address: SimulatedEndpoint(address.url, slow if "gpu-1" in address.url else quick, clock=clock)
+
+    async def main() -> None:
+        engine = Engine(Runtime(SETTINGS, clock, Random(1).random, endpoints_of))
+        (service,) = engine.serving.services
+        assert not service.numbers().endpoint_latency_seconds
+
+        async def load() -> None:
+            for number in range(20):
+                engine.admit(make_request(str(number), Witness(), now=clock(), value=b"1"))
+                await asyncio.sleep(0.4)
+
+        await engine.run(load())
+        shown = service.numbers().endpoint_latency_seconds
+        assert shown == pytest.approx(
+            {
+                (f"http://gpu-{number}/", share): took
+                for number, took in ((0, 0.1), (1, 0.3))
+                for share in ("0.5", "0.99")
+            }
+        )
+        states = {each.endpoint: (each.call_p50_ms, each.call_p99_ms) for each in service.state().endpoints}
+        assert states == {"http://gpu-0/": (100.0, 100.0), "http://gpu-1/": (300.0, 300.0)}
+
+    clock.run(main())
+
+
 def test_an_engine_without_a_journal_takes_no_tasks() -> None:
     told: list[object] = []
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec import UNSET
 
 from carpool.broker.redis.fleet.view import (
     BEAT_BYTES_MAX,
@@ -86,6 +87,22 @@ def test_older_versions_find_whole_numbers_of_slots() -> None:
     assert all(isinstance(number, int) for number in (written["healthy_slots"], written["endpoints"][0]["limit"]))
     without_shares = Heartbeat(status="ok", models={"m": model(endpoint())})
     assert b"exact" not in encode_heartbeat(without_shares, with_models=True)
+
+
+def test_latencies_of_endpoints_stand_where_older_versions_do_not_look() -> None:
+    quick = msgspec.structs.replace(endpoint("quick"), call_p50_ms=55.0, call_p99_ms=60.5)
+    said = Heartbeat(status="ok", models={"m": model(endpoint("new"), quick)})
+    written = encode_heartbeat(said, with_models=True)
+    # To an older version an endpoint has these fields, and a heartbeat with an endpoint that has others is malformed.
+    assert [each.keys() for each in json.loads(written)["models"]["m"]["endpoints"]] == [
+        msgspec.to_builtins(endpoint()).keys()
+    ] * 2
+    assert list(fleet_state(view({}, {b"one": value(written)})).models["m"].endpoints) == [
+        msgspec.structs.replace(each, batcher="one") for each in (endpoint("new"), quick)
+    ]
+    older = encode_heartbeat(Heartbeat(status="ok", models={"m": model(endpoint())}), with_models=True)
+    assert b"call_ms" not in older
+    assert fleet_state(view({}, {b"one": value(older)})).models["m"].endpoints[0].call_p50_ms is UNSET
 
 
 def test_the_share_counts_where_the_endpoints_are_too_many_to_be_written() -> None:

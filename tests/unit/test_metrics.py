@@ -89,6 +89,7 @@ class View:
             endpoint_state={("http://gpu-1/infer", "healthy"): 1, ("http://gpu-1/infer", "offline"): 0},
             endpoint_breaker={"http://gpu-1/infer": 2},
             endpoint_calls={},
+            endpoint_latency_seconds={},
         )
 
 

@@ -50,6 +50,7 @@ PURE = [
     "upstream/codecs/refusals.py",
     "upstream/breaker.py",
     "upstream/call_ids.py",
+    "upstream/latency.py",
     "upstream/limits.py",
     "upstream/controller.py",
     "upstream/load.py",

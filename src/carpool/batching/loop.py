@@ -27,7 +27,7 @@ from math import ceil, inf
 from secrets import token_hex
 
 from carpool.batching.cost import CostModel
-from carpool.batching.policy import Fit, LaneView, Policy, Send, WaitUntil
+from carpool.batching.policy import Adaptive, Fit, LaneView, Policy, Send, WaitUntil
 from carpool.batching.rate import ArrivalRate
 from carpool.core.batch import Batch, BatchIds
 from carpool.core.clock import STOOD_STILL_S, Clock, monotonic
@@ -476,7 +476,7 @@ class BatchLoop:
     def _view(self, lane: LaneQueue, now: float) -> LaneView:
         rate: ArrivalRate | None = lane.batching_notes
         if rate is None:
-            rate = lane.batching_notes = ArrivalRate(self._rate_checked)
+            rate = lane.batching_notes = ArrivalRate(self._rate_checked if isinstance(self.policy, Adaptive) else None)
         return LaneView(
             waiting=max(lane.waiting, self.max_batch) if self._is_full_of_bytes(lane) else lane.waiting,
             oldest=lane.oldest(),

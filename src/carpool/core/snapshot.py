@@ -64,6 +64,10 @@ class EndpointHealth(Page, frozen=True, kw_only=True):
     last_heartbeat: Annotated[Moment | None, Meta(description="when a call or a probe was last answered well")]
     batcher: Annotated[str, Meta(description="over Redis: who calls it")] | UnsetType = UNSET
     problem: Annotated[str, Meta(description="what its calls become, while none was answered well")] | UnsetType = UNSET
+    call_p50_ms: (
+        Annotated[float, Meta(description="half of its last 100 answered calls took so long at most")] | UnsetType
+    ) = UNSET
+    call_p99_ms: Annotated[float, Meta(description="and 99 % of them")] | UnsetType = UNSET
 
 
 def problem_of(endpoints: Iterable[tuple[str, str]]) -> str:
@@ -308,7 +312,8 @@ class ModelNumbers(Numbers, frozen=True, kw_only=True):
         Histograms,
         histogram(
             "How far the estimate of the arrivals of the next second was off, as a share of the larger of the two; it "
-            "was more (`too-high`) or less (`too-low`) than what came. Lanes with 10 a second at least.",
+            "was more (`too-high`) or less (`too-low`) than what came. Lanes with 10 a second at least, and "
+            "only with the policy that goes by it, `adaptive`.",
             "direction",
         ),
     ]
@@ -325,6 +330,15 @@ class ModelNumbers(Numbers, frozen=True, kw_only=True):
             "Calls that an endpoint answered well (`ok`), and those that count against it (`failed`).",
             "endpoint",
             "result",
+        ),
+    ]
+    endpoint_latency_seconds: Annotated[
+        PairCounts,
+        gauge(
+            "How long half (`0.5`), and 99 % (`0.99`), of an endpoint's last 100 answered calls took at most; not "
+            "there while it has answered none for five minutes.",
+            "endpoint",
+            "quantile",
         ),
     ]
 

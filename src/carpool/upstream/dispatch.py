@@ -365,6 +365,7 @@ class UpstreamDispatcher:
             logger.info("%s answers now", member.name, extra={"fields": {"endpoint": member.name}})
         self.calls["ok"] += 1
         self.call_seconds.observe(seconds)
+        member.latest_calls.add(seconds, started + seconds)
         call.job.ended(seconds)
         controller = member.controller
         is_crowded = controller.is_auto and self.scheduler.is_crowded()

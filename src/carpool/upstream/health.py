@@ -19,6 +19,7 @@ from msgspec import UNSET
 
 from carpool.core.clock import Clock, monotonic, rfc3339
 from carpool.core.snapshot import EndpointHealth, EndpointStatus
+from carpool.core.timeline import milliseconds
 from carpool.core.timers import repeat
 from carpool.upstream.breaker import Breaker
 from carpool.upstream.endpoint import AttemptFailedError, Endpoint, UpstreamResponse
@@ -195,6 +196,7 @@ def endpoint_state(member: EndpointState, now: float, wall: float) -> EndpointHe
     """What the fleet's page shows of an endpoint; `now` and `wall` are the same moment on both clocks."""
     heard_at = max(member.well_at, member.alive_at)
     load = member.controller.reported_load
+    took = member.latest_calls.quantiles(now)
     return EndpointHealth(
         endpoint=member.name,
         state=state_of(member, now),
@@ -205,4 +207,6 @@ def endpoint_state(member: EndpointState, now: float, wall: float) -> EndpointHe
         breaker=breaker_shown(member.breaker, now),
         last_heartbeat=rfc3339(wall - (now - heard_at)) if heard_at > -inf else None,
         problem=UNSET if member.trouble is None else member.trouble.text,
+        call_p50_ms=UNSET if took is None else milliseconds(took.p50),
+        call_p99_ms=UNSET if took is None else milliseconds(took.p99),
     )

@@ -28,6 +28,7 @@ from carpool.upstream.breaker import Breaker
 from carpool.upstream.controller import PAUSE_S_MAX, Controller
 from carpool.upstream.endpoint import Endpoint
 from carpool.upstream.first_contact import Trouble
+from carpool.upstream.latency import LatestCalls
 from carpool.upstream.limits import BatchLimit
 
 # An endpoint that answered well within this is known to be well.
@@ -66,6 +67,7 @@ class EndpointState:
         "in_flight",
         "is_asked",
         "is_leaving",
+        "latest_calls",
         "limit",
         "offered",
         "probing",
@@ -93,11 +95,13 @@ class EndpointState:
         self.offered = 0
         # The call it has is a probe.
         self.probing = False
-        # When it last answered well; by lane when that call began; and counts, for the fleet's page.
+        # When it last answered well; by lane when that call began; counts, and how long calls took, for the fleet's
+        # page and metrics.
         self.well_at = -inf
         self.well_lanes: dict[int, float] = {}
         self.succeeded = 0
         self.failed = 0
+        self.latest_calls = LatestCalls()
         # How its calls failed while none was answered well; None before the first failure, and after a good answer.
         self.trouble: Trouble | None = None
         # Rules 6 and 7: batches that failed here and are tried elsewhere now; and how much the endpoint is in doubt.

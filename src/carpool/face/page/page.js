@@ -146,6 +146,7 @@ function tables(event) {
   rows("endpoints", endpoints.map((each) => [
     cell(shortName(each.endpoint), "id"), cell(pill(each.breaker === "closed" ? each.state : `${each.state}, ${each.breaker}`, STATES[each.state] ?? "")),
     cell(`${each.in_flight}/${each.limit}`), cell(`${Math.round(each.utilization * 100)} %`),
+    cell(number(each.call_p50_ms)), cell(number(each.call_p99_ms)),
   ]), "none");
   slowRequests(event);
   const members = [...(event.fleet.gateways ?? []).map((each) => ["gateway", each]), ...(event.fleet.batchers ?? []).map((each) => ["batcher", each])];

@@ -4,6 +4,7 @@
 2. Ages are differences of two times on Redis's clock, so no clocks of two machines are ever compared.
 3. A process that fell silent is shown as offline until it is forgotten, and counts for nothing meanwhile.
 4. Older versions read whole numbers of slots only. So a share of one is written as one, and as it is in `exact`.
+5. Older versions refuse an endpoint with fields that they do not know. So its latencies are written in `call_ms`.
 """
 
 from collections.abc import Collection, Iterator
@@ -55,6 +56,8 @@ class ModelHeartbeat(msgspec.Struct, frozen=True, omit_defaults=True):
     quarantined: tuple[str, ...] = ()
     # Rule 4: `healthy_slots` and the limits of the endpoints, where one of them is no whole number. Only as written.
     exact: tuple[float, ...] = ()
+    # Rule 5: by endpoint, half of its calls took so long at most, and 99 %; empty where that is not known. As written.
+    call_ms: tuple[tuple[float, ...], ...] = ()
 
 
 class Heartbeat(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -220,7 +223,7 @@ def encode_heartbeat(said: Heartbeat, *, with_models: bool) -> bytes:
     """A heartbeat within its bound. A batcher's own `in_flight` and `current_utilization` follow from its models."""
     if not with_models:
         return _encode(replace(said, models={}))
-    said = replace(said, models={name: _in_whole_numbers(heartbeat) for name, heartbeat in said.models.items()})
+    said = replace(said, models={name: _as_written(heartbeat) for name, heartbeat in said.models.items()})
     models = said.models.values()
     if models:
         in_flight = sum(heartbeat.in_flight for heartbeat in models)
@@ -229,7 +232,7 @@ def encode_heartbeat(said: Heartbeat, *, with_models: bool) -> bytes:
     if len(encoded) <= BEAT_BYTES_MAX:
         return encoded
     # Its slots count even where its endpoints are too many to be shown.
-    bare = {name: replace(heartbeat, endpoints=()) for name, heartbeat in said.models.items()}
+    bare = {name: replace(heartbeat, endpoints=(), call_ms=()) for name, heartbeat in said.models.items()}
     return _encode(replace(said, models=bare))
 
 
@@ -285,7 +288,7 @@ def _read_member(name: bytes, value: bytes, now_ms: int, stale_s: float) -> Flee
     try:
         stamp_ms = int(stamp_text)
         stamped, heartbeat = rfc3339(stamp_ms / 1000), _decode_heartbeat(body)
-        if any(each.exact for each in heartbeat.models.values()):
+        if any(each.exact or each.call_ms for each in heartbeat.models.values()):
             heartbeat = replace(heartbeat, models={name: _as_it_is(each) for name, each in heartbeat.models.items()})
     except (msgspec.MsgspecError, ValueError, OverflowError, OSError, RecursionError):
         return None
@@ -294,8 +297,15 @@ def _read_member(name: bytes, value: bytes, now_ms: int, stale_s: float) -> Flee
     return FleetMember(name.decode(errors="replace"), age_s, age_s <= stale_s, stamped, heartbeat)
 
 
-def _in_whole_numbers(heartbeat: ModelHeartbeat) -> ModelHeartbeat:
-    """As it is written (rule 4)."""
+def _as_written(heartbeat: ModelHeartbeat) -> ModelHeartbeat:
+    """For older versions (rules 4 and 5)."""
+    if any(endpoint.call_p50_ms is not UNSET for endpoint in heartbeat.endpoints):
+        call_ms = tuple(
+            () if each.call_p50_ms is UNSET or each.call_p99_ms is UNSET else (each.call_p50_ms, each.call_p99_ms)
+            for each in heartbeat.endpoints
+        )
+        bare = tuple(replace(each, call_p50_ms=UNSET, call_p99_ms=UNSET) for each in heartbeat.endpoints)
+        heartbeat = replace(heartbeat, endpoints=bare, call_ms=call_ms)
     exact = (heartbeat.healthy_slots, *(endpoint.limit for endpoint in heartbeat.endpoints))
     if all(isinstance(number, int) for number in exact):
         return heartbeat
@@ -305,10 +315,16 @@ def _in_whole_numbers(heartbeat: ModelHeartbeat) -> ModelHeartbeat:
 
 def _as_it_is(heartbeat: ModelHeartbeat) -> ModelHeartbeat:
     """As it was said, before it was written."""
+    endpoints, call_ms = heartbeat.endpoints, heartbeat.call_ms
+    if len(call_ms) == len(endpoints):
+        endpoints = tuple(
+            replace(each, call_p50_ms=took[0], call_p99_ms=took[1]) if len(took) == 2 else each
+            for each, took in zip(endpoints, call_ms, strict=True)
+        )
+    heartbeat = replace(heartbeat, endpoints=endpoints, call_ms=())
     if not heartbeat.exact:
         return heartbeat
     healthy_slots, *limits = heartbeat.exact
-    endpoints = heartbeat.endpoints
     if len(limits) == len(endpoints):  # else they were too many to be written
         endpoints = tuple(replace(each, limit=limit) for each, limit in zip(endpoints, limits, strict=True))
     return replace(heartbeat, healthy_slots=healthy_slots, endpoints=endpoints, exact=())
@@ -349,7 +365,7 @@ def _facts(member: FleetMember) -> dict[str, Any]:
 
 def _share_of(heartbeat: ModelHeartbeat) -> ModelShare:
     facts = msgspec.structs.asdict(heartbeat)
-    for own in ("endpoints", "batch_s", "probes", "retry_after_s", "is_open_to_others", "exact"):
+    for own in ("endpoints", "batch_s", "probes", "retry_after_s", "is_open_to_others", "exact", "call_ms"):
         del facts[own]
     return ModelShare(**facts)
 
