@@ -159,7 +159,8 @@ def test_up_whenever_the_backlog_goes_on_growing(gpu_rps: float, share: float, b
     st.floats(1.0, 400.0),
 )
 def test_gateways_and_batchers_alike(loads: list[ServerLoad | None], gap: float) -> None:
-    now, last = 1e6, None
+    now = 1e6
+    last: Decision | None = None
     for load in loads:
         before, last = last, scale_servers(load, last, now)
         if last is not None:

@@ -36,6 +36,8 @@ from msgspec.structs import replace
 
 # Rules 2 and 12: the share of the time to be busy, and how far off that the number stays.
 GPU_TARGET, SERVER_TARGET, BAND = 0.75, 0.70, 0.05
+# What a gateway and a batcher carry on one core, at their end: docs/scaling.md, "Where it bends, and why".
+GATEWAY_RPS, BATCHER_RPS = 28_000, 40_000
 # Rule 5.
 WAIT_SHARE, WAIT_TIMES_MAX = 0.5, 2.0
 # So much of what was ordered must be there: one of many may never come.
@@ -87,6 +89,17 @@ class ModelLoad(msgspec.Struct, frozen=True, kw_only=True):
         return self.waiting / (self.gpu_rps * self.works) if self.gpu_rps and self.works else 0.0
 
 
+class Demand(msgspec.Struct, frozen=True, array_like=True):
+    """What comes of a model to one process."""
+
+    # Requests a second: synchronous ones, tasks, and by tier those of the first that were refused for load.
+    sync_rps: float = 0.0
+    task_rps: float = 0.0
+    refused_rps: tuple[float, ...] = ()
+    # How long a synchronous request of the lowest tier would wait here.
+    wait_s: float = 0.0
+
+
 class ServerLoad(msgspec.Struct, frozen=True, kw_only=True):
     """What is known of all gateways, or of all batchers."""
 
@@ -98,6 +111,15 @@ class ServerLoad(msgspec.Struct, frozen=True, kw_only=True):
     # Requests a second that they serve, together, and what one can serve.
     rps: float = 0.0
     rps_each: float = inf
+
+
+class Loads(msgspec.Struct, frozen=True, kw_only=True):
+    """All that is scaled; None where it is not known."""
+
+    models: Mapping[str, ModelLoad | None]
+    # None also where there are no such processes: all is one.
+    gateways: ServerLoad | None = None
+    batchers: ServerLoad | None = None
 
 
 class Need(NamedTuple):
@@ -123,6 +145,24 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     peaks: dict[int, int] = {}
     # What a GPU served when that was last known.
     gpu_rps: float = 0.0
+
+
+class Decisions(msgspec.Struct, frozen=True, kw_only=True):
+    """What is wanted of each. What is not here was never known."""
+
+    models: dict[str, Decision] = {}
+    gateways: Decision | None = None
+    batchers: Decision | None = None
+
+
+def scale_all(loads: Loads, before: Decisions, now: float) -> Decisions:
+    """How many are wanted of all."""
+    decided = {name: scale_gpus(load, before.models.get(name), now) for name, load in loads.models.items()}
+    return Decisions(
+        models={name: each for name, each in decided.items() if each is not None},
+        gateways=scale_servers(loads.gateways, before.gateways, now),
+        batchers=scale_servers(loads.batchers, before.batchers, now),
+    )
 
 
 def scale_gpus(load: ModelLoad | None, before: Decision | None, now: float, most: int = MOST) -> Decision | None:
