@@ -143,8 +143,11 @@ async def test_over_redis_all_say_the_same_also_after_a_restart(tmp_path: Path, 
             return await wanted(second.process) == await wanted(batcher.process) == most
 
         await until(is_as_before)
-        shown = await scale(second.process)
-        assert shown["models"]["default"]["there"] == 1
+
+        async def is_there() -> bool:
+            return bool((await scale(second.process))["models"]["default"]["there"] == 1)
+
+        await until(is_there)
         text = (await ask_once(second.process.admin_port, "GET", "/metrics")).body.decode()
         assert f'carpool_wanted{{model="default",what="gpus"}} {most}.0' in text
         assert 'carpool_wanted{model="",what="gateways"} ' in text

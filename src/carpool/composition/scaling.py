@@ -195,14 +195,14 @@ class Scaling:
 
 
 def _model_scale(decision: Decision, load: ModelLoad | None) -> ModelScale:
-    there, backlog_s = (0, 0.0) if load is None else (load.works, load.backlog_s)
+    there, backlog_s = (None, 0.0) if load is None else (load.works, load.backlog_s)
     return ModelScale(wanted=decision.wanted, there=there, why=decision.why, backlog_seconds=round(backlog_s, 3))
 
 
 def _wanted(decision: Decision | None, load: ServerLoad | None) -> Wanted | msgspec.UnsetType:
     if decision is None:
         return UNSET
-    return Wanted(wanted=decision.wanted, there=0 if load is None else load.live, why=decision.why)
+    return Wanted(wanted=decision.wanted, there=None if load is None else load.live, why=decision.why)
 
 
 def drain_s(settings: Settings) -> float:

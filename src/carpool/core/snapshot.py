@@ -133,7 +133,7 @@ class Wanted(Page, frozen=True, kw_only=True):
     """How many there should be in all, by the rules of scaling (docs/scaling-rules.md)."""
 
     wanted: int
-    there: Annotated[int, Meta(description="how many live and work")]
+    there: Annotated[int | None, Meta(description="how many live and work; null: not known")]
     why: str
 
 

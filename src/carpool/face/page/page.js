@@ -158,7 +158,7 @@ function tables(event) {
 // How many there should be, and why.
 function wanted({ models, gateways, batchers }) {
   const parts = [...Object.entries(models).map(([model, each]) => [`GPUs of ${model}`, each]), ["gateways", gateways], ["batchers", batchers]];
-  return parts.filter(([, each]) => each).map(([name, each]) => `${each.wanted} ${name} wanted, ${each.there} there: ${each.why}.`).join(" ");
+  return parts.filter(([, each]) => each).map(([name, each]) => `${each.wanted} ${name} wanted, ${each.there ?? "it is not known how many"} there: ${each.why}.`).join(" ");
 }
 
 // All that is known of one request.
