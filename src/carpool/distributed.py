@@ -60,7 +60,8 @@ class RedisProcess(Process):
         return redis_context
 
     def _told_of_itself(self) -> Heartbeat:
-        return msgspec.structs.replace(self.heartbeat(), is_watched=self.watch.is_looked_at)
+        cores = round(self.redis_context.cores.used, 4)
+        return msgspec.structs.replace(self.heartbeat(), is_watched=self.watch.is_looked_at, cores=cores)
 
     def watch_deadlines(self) -> None:
         """Look at the deadlines from now on."""
@@ -90,6 +91,7 @@ class RedisProcess(Process):
         return Snapshot(
             health=self.redis_context.health(self.mode()),
             fleet=self.redis_context.fleet(self.serving),
+            scale=self.redis_context.scaling.state(),
             numbers=(
                 *self.redis_context.describe(),
                 *self.describe(),

@@ -17,6 +17,7 @@ from carpool.composition.credentials import watch_key_file
 from carpool.composition.engine import Engine
 from carpool.composition.faces import Faces
 from carpool.composition.process import Part, Process
+from carpool.composition.scaling import FILE_NAME, Demands, KeptInFile, Scaling, own_loads
 from carpool.composition.serving import Serving
 from carpool.composition.tracking import describe_tracking
 from carpool.composition.webhooks import describe_webhooks, start_webhooks
@@ -58,6 +59,7 @@ class EmbeddedProcess(Process):
         self.engine = Engine(runtime, self._make_tasks, dead_letters)
         self.serving, self.admission, self.broker = self.engine.serving, self.engine.admission, self.engine.broker
         self.faces = Faces(runtime, self.admission)
+        self.scaling = self._make_scaling()
         desk = DeadLetterDesk(
             self.journal,
             self.tasks,
@@ -87,6 +89,19 @@ class EmbeddedProcess(Process):
     def _watch(self) -> None:
         if self.admission.credentials is not None:
             watch_key_file(self.runtime, self.admission.credentials)
+        self.scaling.start()
+
+    def _make_scaling(self) -> Scaling:
+        runtime, broker, arrivals, tasks = self.runtime, self.broker, self.tasks.arrivals, self.runtime.settings.tasks
+        demands = Demands(
+            runtime,
+            self.admission.shedders,
+            sync_arrivals=lambda model: broker.arrivals(model) - arrivals[model],
+            task_arrivals=arrivals.__getitem__,
+        )
+        keeper = KeptInFile(runtime, Path(tasks.data_dir) / FILE_NAME if tasks.journal else None)
+        services, settings = self.serving.services, runtime.settings
+        return Scaling(runtime, lambda _: own_loads(services, demands, broker.depth_of, settings), keeper)
 
     async def _open_faces(self) -> None:
         await self.faces.start(self.listening, self.check_ready)
@@ -160,6 +175,7 @@ class EmbeddedProcess(Process):
                 requests_per_second=round(sum(service.rate for service in serving.services), 2),
             ),
             fleet=FleetState(models=states),
+            scale=self.scaling.state(),
             numbers=(
                 OutcomeNumbers(
                     requests=broker.outcomes,
@@ -174,6 +190,7 @@ class EmbeddedProcess(Process):
                 ),
                 self.faces.describe(broker.held, broker.held_bytes),
                 self.admission.describe_cache(),
+                self.scaling.numbers(),
                 JournalNumbers(
                     tasks_pending=journal.counts.tasks_pending,
                     results_stored=journal.counts.results,

@@ -253,6 +253,9 @@ class ModelService(ModelFace):
         self.utilization = 0.0
         self._arrivals_then = 0
         self._busy_s_then = 0.0
+        # How full batches were lately, by what they are while all slots are busy; requests and batches until then.
+        self.fill = 1.0
+        self._batched_then = (0.0, 0)
 
     def lane_counts(self) -> LaneCounts:
         """The requests that wait here, by lane."""
@@ -426,6 +429,11 @@ class ModelService(ModelFace):
         used = (busy_s - self._busy_s_then) / (seconds * self.pool.total())
         self.utilization += RATE_WEIGHT * (min(used, 1.0) - self.utilization)
         self._arrivals_then, self._busy_s_then = arrivals, busy_s
+        sizes, (requests_then, batches_then) = self.loop.batch_sizes, self._batched_then
+        self._batched_then = requests, batches = sizes.total, sum(sizes.counts)
+        if batches > batches_then:
+            fill = (requests - requests_then) / (batches - batches_then) / self.loop.busy_size
+            self.fill += RATE_WEIGHT * (min(fill, 1.0) - self.fill)
 
     def capacity_rps(self) -> float:
         """Requests a second that the slots that work can serve; where others call them too, this process's share."""

@@ -219,7 +219,7 @@ GATEWAY_PATHS = """
     /v2/models/{model}/versions/{version}/infer
 """
 ADMIN_PATHS = """
-    /openapi.json /metrics /internal/health /internal/ready /internal/requests/{id} /internal/fleet
+    /openapi.json /metrics /internal/health /internal/ready /internal/requests/{id} /internal/fleet /internal/scale
     /internal/dead-letters /internal/dead-letters/replay /internal/dead-letters/{id} /internal/dead-letters/{id}/replay
     /internal/webhooks /internal/webhooks/retry /internal/webhooks/{task_id}/retry
 """

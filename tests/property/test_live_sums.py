@@ -8,12 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from carpool.core.live import LivePart, LiveTier
-from carpool.core.snapshot import FleetState, Health, Snapshot
+from carpool.core.snapshot import FleetState, Health, Scale, Snapshot
 from carpool.telemetry.live import Merger, quantile, step_of, thinned
 
 SNAPSHOT = Snapshot(
     health=Health(status="healthy", gpu_utilization=0.0, queue_depth=0, requests_per_second=0.0),
     fleet=FleetState(models={}),
+    scale=Scale(models={}),
     numbers=(),
     models={},
 )

@@ -12,7 +12,7 @@ from carpool.core.live import BATCHES_MAX, SLOW_KEPT_S, LaneWaiting, LivePart
 from carpool.core.outcome import CallFacts, Output
 from carpool.core.ports import Peer
 from carpool.core.request import Request
-from carpool.core.snapshot import FleetState, Health, OutcomeNumbers, SheddingNumbers, Snapshot
+from carpool.core.snapshot import FleetState, Health, OutcomeNumbers, Scale, SheddingNumbers, Snapshot
 from carpool.face.http.connection import Connection
 from carpool.face.http.exchange import Exchange
 from carpool.face.http.live import MISSED_MAX, VIEWERS_MAX, Viewers
@@ -26,6 +26,7 @@ def snapshot(shed: int = 0, ok: int = 0) -> Snapshot:
     return Snapshot(
         health=Health(status="healthy", gpu_utilization=0.5, queue_depth=3, requests_per_second=1.0),
         fleet=FleetState(models={}),
+        scale=Scale(models={}),
         numbers=(
             OutcomeNumbers(
                 requests={"ok": ok},

@@ -14,6 +14,7 @@ from carpool.core.snapshot import (
     ModelNumbers,
     OutcomeNumbers,
     RedisGatewayNumbers,
+    Scale,
     SheddingNumbers,
     Snapshot,
 )
@@ -37,6 +38,7 @@ class View:
         return Snapshot(
             health=Health(status="healthy", gpu_utilization=0.0, queue_depth=0, requests_per_second=0.0),
             fleet=FleetState(models={}),
+            scale=Scale(models={}),
             numbers=[
                 OutcomeNumbers(
                     requests=self.counts,

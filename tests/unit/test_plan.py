@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from carpool.broker.redis.fleet.memory import SHARE_MAX
 from carpool.broker.redis.keys import SHARDS_MAX
 from carpool.cli import main
+from carpool.core.scaling import BATCHER_RPS, GATEWAY_RPS
 from carpool.settings import load_settings, total_timeout_s
 from carpool.tools import plan
 from carpool.tools.plan import Plan, PlanError, Sizing, Workload, make_plan, shown
@@ -138,7 +139,7 @@ def test_some_bounds_are_closer(name: str, value: float) -> None:
 
 def test_what_was_measured_is_what_the_pages_say() -> None:
     tuning, scaling = ((DOCS / page).read_text(encoding="utf-8") for page in ("tuning.md", "scaling.md"))
-    assert f"one gateway for each {plan.GATEWAY_RPS:,} requests/s, one batcher for each {plan.BATCHER_RPS:,}" in tuning
+    assert f"one gateway for each {GATEWAY_RPS:,} requests/s, one batcher for each {BATCHER_RPS:,}" in tuning
     assert f"Plan one Redis for {plan.REDIS_RPS:,}/s" in scaling
     assert "four primaries 10,000/s" in scaling
     assert "Plan with five primaries for that rate." in scaling

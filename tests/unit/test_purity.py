@@ -33,6 +33,7 @@ PURE = [
     "broker/redis/formats.py",
     "broker/redis/batcher/shards.py",
     "broker/redis/types.py",
+    "core/scaling.py",
     "core/token_bucket.py",
     "client/wire.py",
     "tools/plan.py",

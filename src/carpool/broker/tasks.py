@@ -8,6 +8,7 @@
 """
 
 import time
+from collections import Counter
 from collections.abc import Callable
 
 import msgspec
@@ -71,6 +72,8 @@ class Tasks:
         self._polls = Polls(self._waited_enough)
         self._keep_result = keep_result
         self._webhook_is_due = webhook_is_due
+        # By model: how many came to be run, those from the journal included.
+        self.arrivals: Counter[str] = Counter()
         # While true, accepted tasks go to the journal alone: the next process runs them.
         self.draining = False
 
@@ -122,7 +125,7 @@ class Tasks:
         restored, self._restored = self._restored, []
         for request in restored:
             if request.phase == ADMITTED:  # else it was deleted meanwhile
-                self._broker.enqueue(request)
+                self._enqueue(request)
 
     def submit(
         self,
@@ -155,10 +158,14 @@ class Tasks:
                 elif request.result is not None:
                     self._broker.settle(request, request.result)
                 else:
-                    self._broker.enqueue(request)
+                    self._enqueue(request)
             accepted(error)
 
         self._journal.append(record_of(request, task.submitted_wall, deadline), committed, letter_id)
+
+    def _enqueue(self, request: Request) -> None:
+        self.arrivals[request.model] += 1
+        self._broker.enqueue(request)
 
     def _full(self) -> CarpoolError | None:
         """Tasks wait for minutes: they must leave room for synchronous requests."""

@@ -1,5 +1,6 @@
 """Admission: which requests come in, and how they get into the queue. The engine's first half; it has no socket."""
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
@@ -31,6 +32,9 @@ from carpool.settings.schema import LimitSettings
 
 class DrainedTasks(TaskBoard, Protocol):
     """The tasks of a gateway, which may be drained."""
+
+    # By model: how many came so far.
+    arrivals: Counter[str]
 
     def drain(self) -> None:
         """Answer all clients that wait, and let none wait any more."""

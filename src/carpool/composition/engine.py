@@ -8,6 +8,7 @@ live page attach to it. With a clock of virtual time, a seeded random and simula
 There it takes no tasks, unless it is given what keeps them.
 """
 
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from functools import partial
 
@@ -29,6 +30,9 @@ MakeTasks = Callable[[Serving], DrainedTasks]
 
 class NoTasks:
     """Where nothing keeps tasks, none is accepted."""
+
+    def __init__(self) -> None:
+        self.arrivals: Counter[str] = Counter()
 
     def submit(self, request: Request, accepted: Callable[[CarpoolError | None], None]) -> None:
         """Refuse a task."""

@@ -17,6 +17,7 @@ from carpool.broker.redis.gateway.rates import RedisRateBudget
 from carpool.composition.admission import Admission
 from carpool.composition.credentials import TAKES_KEYS
 from carpool.composition.redis_context import RedisContext
+from carpool.composition.scaling import Demands
 from carpool.composition.serving import Serving
 from carpool.composition.shedding import (
     SOME_RPS,
@@ -164,6 +165,9 @@ class RedisAdmission(Admission):
         redis_context.counted = self.queue.pending
         redis_context.when_nodes_change.append(self.queue.nodes_changed)
         redis_context.when_heard.append(self._heard)
+        self._demands = Demands(
+            runtime, shedders, self.queue.pending.arrivals.__getitem__, self.tasks.arrivals.__getitem__
+        )
         # Requests a second of each model, as the last heartbeat reported them to the other gateways.
         self._told_rates: dict[str, float] = {}
         self._batchers_seen = runtime.clock()
@@ -207,6 +211,7 @@ class RedisAdmission(Admission):
             rate=round(self.rate, 2),
             in_flight=self.queue.pending.held,
             wanted=wanted(self.shedders),
+            demand={model: self._demands.of(model) for model in self._runtime.models},
         )
 
     def pressure(self, model: str) -> float:

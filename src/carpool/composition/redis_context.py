@@ -13,6 +13,7 @@ from carpool.broker.redis.client.nodes import Nodes
 from carpool.broker.redis.dead_letters import LetterBounds, RedisDeadLetterBox
 from carpool.broker.redis.fleet.memory import DepthWatch, MemoryWatch
 from carpool.broker.redis.fleet.registry import Registry
+from carpool.broker.redis.fleet.scale import SharedDecisions, batcher_load, gateway_load, model_loads
 from carpool.broker.redis.fleet.servers import INTERVAL_S, Inspection, PersistenceWatch
 from carpool.broker.redis.fleet.view import DRAINING, FleetView, Heartbeat, fleet_health, fleet_state
 from carpool.broker.redis.gateway.dead_letters import RedisDeadLetterDesk
@@ -25,12 +26,14 @@ from carpool.broker.redis.redis_ops import EndedTask, RedisOps
 from carpool.broker.redis.types import LEASE_MS
 from carpool.broker.task_places import TASK_DELAY_S
 from carpool.composition.runtime import Runtime
+from carpool.composition.scaling import Cores, Scaling, drain_s
 from carpool.composition.serving import Serving
 from carpool.composition.shedding import queue_timeout_s
 from carpool.core.errors import CarpoolError
 from carpool.core.names import Role
 from carpool.core.request import ended_elsewhere
-from carpool.core.snapshot import FleetState, Health, Mode, OutcomeNumbers, RedisNumbers, problem_of
+from carpool.core.scaling import Decisions, Loads
+from carpool.core.snapshot import FleetState, Health, Mode, OutcomeNumbers, RedisNumbers, ScaleNumbers, problem_of
 from carpool.core.task import QueuePlace, place_behind
 from carpool.core.webhook import WEBHOOK_BYTES_MAX
 from carpool.service import ModelFace
@@ -110,6 +113,9 @@ class RedisContext:
             clock=runtime.clock,
         )
 
+        self.cores = Cores(runtime)
+        self.scaling = Scaling(runtime, self._loads, SharedDecisions(self.nodes, self.keys, lambda: self.registry.view))
+
     async def check_disks(self) -> None:
         """Refuse to start where Redis writes to a disk, or does not tell; later, look again and again."""
         if self.runtime.settings.broker.persistence != "forbidden":
@@ -127,6 +133,7 @@ class RedisContext:
             part.start()
             opened.callback(part.close)
         opened.callback(self.tasks.close)
+        self.scaling.start(decides=self.role != "batcher")
         self.runtime.do_every(REFRESH_S, lambda: self.runtime.in_background(self._refresh()))
 
     async def wait_for_redis(self, is_connected: Callable[[], bool]) -> None:
@@ -176,7 +183,24 @@ class RedisContext:
             return silent
         return FleetState(models=own.states(), gateways=silent.gateways, batchers=silent.batchers)
 
-    def describe(self) -> tuple[OutcomeNumbers, RedisNumbers]:
+    def _loads(self, before: Decisions) -> Loads:
+        """What scaling goes by; nothing is known while Redis is away."""
+        view, settings = self.registry.view, self.runtime.settings
+        models = list(dict.fromkeys((*self.runtime.models, *view.models())))
+        if not self.registry.is_fresh():
+            return Loads(models=dict.fromkeys(models))
+        tiers = [tier.name for tier in settings.tiers]
+        wait_max_s = queue_timeout_s(settings)
+        gpus = {model: decision.wanted for model, decision in before.models.items()}
+        return Loads(
+            models=model_loads(
+                view, models, self.depth.unread(), tiers, drain_s=drain_s(settings), wait_max_s=wait_max_s
+            ),
+            gateways=gateway_load(view),
+            batchers=batcher_load(view, gpus),
+        )
+
+    def describe(self) -> tuple[OutcomeNumbers, RedisNumbers, ScaleNumbers]:
         """What `/metrics` shows, whatever the role."""
         runtime, view, counted = self.runtime, self.registry.view, self.counted
         outcomes = OutcomeNumbers(
@@ -202,7 +226,7 @@ class RedisContext:
             live_batchers=len(view.live_batchers()),
             heartbeat_failures=self.registry.failures,
         )
-        return outcomes, redis
+        return outcomes, redis, self.scaling.numbers()
 
     # The parts.
 

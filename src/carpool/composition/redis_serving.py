@@ -5,6 +5,8 @@ import logging
 from collections.abc import Callable
 from functools import partial
 
+from msgspec.structs import replace
+
 from carpool.broker.lanes import LOWEST_TIER_SHARE
 from carpool.broker.redis.batcher.consumer import Consumer
 from carpool.broker.redis.batcher.leases import BatchersElsewhere
@@ -134,7 +136,13 @@ class RedisServing(Serving):
         """What this batcher tells the other processes of itself."""
         return Heartbeat(
             status=self.redis_context.beat_status(),
-            models={service.name: model_heartbeat(service) for service in self.services},
+            models={
+                service.name: replace(
+                    model_heartbeat(service),
+                    waiting=self.consumer.unread(service.name) + self.broker.depth_of(service.name),
+                )
+                for service in self.services
+            },
         )
 
     def _health_changed(self, service: ModelService) -> None:
@@ -174,6 +182,9 @@ def model_heartbeat(service: ModelService) -> ModelHeartbeat:
         mean_batch_size=round(service.mean_batch_size(), 2),
         capacity_rps=state.capacity_rps if service.loop.is_capacity_known() else 0.0,
         batch_s=service.loop.service_s,
+        works=service.fleet.working(),
+        failing=service.fleet.failing(),
+        fill=round(service.fill, 4),
         probes=0 if state.healthy_slots else service.pool.free(),
         is_open_to_others=service.pool.is_shut_to_some,
         retry_after_s=service.pool.retry_after_s() if service.pool.is_down else 0,

@@ -9,7 +9,7 @@ from typing import Annotated
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from carpool.core.snapshot import FleetState, Health
+from carpool.core.snapshot import FleetState, Health, Scale
 
 # Batches in one event, those under way included.
 BATCHES_MAX = 500
@@ -135,6 +135,7 @@ class LiveEvent(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
     health: Health
     fleet: FleetState
+    scale: Scale
     # The most requests in a batch, by model.
     max_batch: Mapping[str, int]
     tiers: Sequence[LiveRates]

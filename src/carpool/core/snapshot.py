@@ -133,6 +133,28 @@ class FleetState(Page, frozen=True, kw_only=True):
     batchers: Sequence[BatcherState] | UnsetType = UNSET
 
 
+class Wanted(Page, frozen=True, kw_only=True):
+    """How many there should be in all, by the rules of scaling (docs/scaling-rules.md)."""
+
+    wanted: int
+    there: Annotated[int | None, Meta(description="how many live and work; null: not known")]
+    why: str
+
+
+class ModelScale(Wanted, frozen=True, kw_only=True):
+    """The GPUs of a model: its endpoints."""
+
+    backlog_seconds: Annotated[float, Meta(description="for so long the GPUs that work are busy with what waits")]
+
+
+class Scale(Page, frozen=True, kw_only=True):
+    """What is wanted. What is not here is not known, and should stay as it is."""
+
+    models: Mapping[str, ModelScale]
+    gateways: Annotated[Wanted, Meta(description="over Redis")] | UnsetType = UNSET
+    batchers: Annotated[Wanted, Meta(description="over Redis")] | UnsetType = UNSET
+
+
 class Shows(NamedTuple):
     """That a number is a metric. Its labels are those beside `model`."""
 
@@ -343,6 +365,25 @@ class ModelNumbers(Numbers, frozen=True, kw_only=True):
     ]
 
 
+class ScaleNumbers(Numbers, frozen=True, kw_only=True):
+    """What is wanted, for whatever scales."""
+
+    shown = "all"
+
+    wanted: Annotated[
+        PairCounts,
+        gauge(
+            "How many there should be in all: `gpus` (endpoints) of a model; over Redis `gateways` and `batchers`, and "
+            "every process shows the same. What is not shown is not known, and should stay as it is.",
+            "what",
+            "model",
+        ),
+    ]
+    backlog_seconds: Annotated[
+        Counts, gauge("For so many seconds the GPUs that work are busy with what waits, tasks included.", "model")
+    ]
+
+
 class JournalNumbers(Numbers, frozen=True, kw_only=True):
     """The journal of tasks."""
 
@@ -466,6 +507,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
 
     health: Health
     fleet: FleetState
+    scale: Scale
     # Of the process as a whole, each kind at most once.
     numbers: Sequence[Numbers]
     models: Mapping[str, ModelNumbers]

@@ -220,6 +220,7 @@ class Merger:
             seconds=max((part.seconds for part in fresh), default=0.0),
             health=snapshot.health,
             fleet=shown(snapshot.fleet),
+            scale=snapshot.scale,
             max_batch=self._max_batch,
             tiers=[
                 self._rates(tier, name, parts, by_tier[tier], int(waiting.get(name, 0)))

@@ -11,8 +11,8 @@ from math import ceil
 
 import msgspec
 
-# One process on one core, at its end: docs/scaling.md, "Where it bends, and why". The target leaves the headroom.
-GATEWAY_RPS, BATCHER_RPS = 28_000, 40_000
+from carpool.core.scaling import BATCHER_RPS, GATEWAY_RPS
+
 # One primary, as the same page plans it, headroom included: synchronous requests; tasks, 10,000/s of them on five.
 REDIS_RPS, REDIS_TASKS_RPS = 40_000, 2_000
 # What a request that waits takes beside its input: docs/redis.md, "Bounds".

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from carpool.core.clock import Clock, monotonic
 from carpool.core.snapshot import EndpointHealth
 from carpool.upstream.endpoint import Endpoint
-from carpool.upstream.health import HealthWatch, endpoint_state, healthy_slots
+from carpool.upstream.health import HealthWatch, endpoint_state, fails, healthy_slots, works
 from carpool.upstream.pool import AskHealth, EndpointState, Pool
 
 
@@ -92,6 +92,14 @@ class Fleet:
     def slots(self) -> int:
         """Calls that all endpoints may have at once."""
         return sum(member.controller.slots for member in self.pool.members)
+
+    def working(self) -> int:
+        """Endpoints that get calls."""
+        return sum(works(member, self._clock()) for member in self.pool.members)
+
+    def failing(self) -> int:
+        """Endpoints that answer their probes, but not their calls."""
+        return sum(fails(member, self._clock()) for member in self.pool.members)
 
     def endpoint_states(self) -> list[EndpointHealth]:
         """What the fleet's page shows of every endpoint."""

@@ -187,9 +187,17 @@ def state_of(member: EndpointState, now: float) -> EndpointStatus:
 
 def healthy_slots(members: Sequence[EndpointState], now: float) -> float:
     """Calls that the endpoints that work may have at once."""
-    return sum(
-        member.limit for member in members if member.breaker.state == "closed" and state_of(member, now) != "offline"
-    )
+    return sum(member.limit for member in members if works(member, now))
+
+
+def works(member: EndpointState, now: float) -> bool:
+    """Whether it gets calls."""
+    return member.breaker.state == "closed" and state_of(member, now) != "offline"
+
+
+def fails(member: EndpointState, now: float) -> bool:
+    """Whether it is there, by its probes, and gets no calls: they fail. Another one of its kind would do the same."""
+    return not works(member, now) and not member.failed_probes and member.alive_at > -inf
 
 
 def endpoint_state(member: EndpointState, now: float, wall: float) -> EndpointHealth:

@@ -75,6 +75,7 @@ class Keys:
         self.gateways = fleet + b"gateways"
         self.batchers = fleet + b"batchers"
         self.live = fleet + b"live"
+        self.scale = fleet + b"scale"
         self.api_keys = fleet + b"keys"
         self.api_keys_version = fleet + b"keys-version"
 

@@ -95,6 +95,7 @@ class AdminRoutes:
             "GET /internal/health": lambda exchange, _: _show(exchange, (200, snapshot().health)),
             "GET /internal/ready": lambda exchange, _: ready(partial(_tell_ready, exchange)),
             "GET /internal/fleet": lambda exchange, _: _show(exchange, (200, snapshot().fleet)),
+            "GET /internal/scale": lambda exchange, _: _show(exchange, (200, snapshot().scale)),
             "GET /internal/requests/": self.request,
             "GET /metrics": lambda exchange, _: exchange.respond(200, *metrics(exchange.headers.get(b"accept", b""))),
             "GET /openapi.json": lambda exchange, _: exchange.respond(200, openapi),

@@ -14,7 +14,7 @@ import msgspec
 from carpool.core.dead_letter import Replayed, ReplayReport, dead_letter_causes
 from carpool.core.errors import CarpoolError, all_errors
 from carpool.core.problem import Problem
-from carpool.core.snapshot import FleetState, Health
+from carpool.core.snapshot import FleetState, Health, Scale
 from carpool.core.timeline import RequestState
 from carpool.face.http import answers
 from carpool.face.http.wire import InferenceCall, PredictCall
@@ -69,7 +69,17 @@ def gateway_openapi(
 
 def admin_openapi() -> bytes:
     """The description of the port for operators."""
-    pages = (Problem, Health, answers.Ready, FleetState, RequestState, Replayed, ReplayReport, answers.WebhooksRetried)
+    pages = (
+        Problem,
+        Health,
+        answers.Ready,
+        FleetState,
+        Scale,
+        RequestState,
+        Replayed,
+        ReplayReport,
+        answers.WebhooksRetried,
+    )
     document = read("openapi_admin.json", *pages, *OF_LISTS)
     document["components"]["schemas"]["DeadLetterCause"] = {"enum": dead_letter_causes()}
     return msgspec.json.encode(document)

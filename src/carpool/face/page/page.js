@@ -148,11 +148,18 @@ function tables(event) {
     cell(`${each.in_flight}/${each.limit}`), cell(`${Math.round(each.utilization * 100)} %`),
     cell(number(each.call_p50_ms)), cell(number(each.call_p99_ms)),
   ]), "none");
+  put("scale", wanted(event.scale));
   slowRequests(event);
   const members = [...(event.fleet.gateways ?? []).map((each) => ["gateway", each]), ...(event.fleet.batchers ?? []).map((each) => ["batcher", each])];
   $("fleet-panel").hidden = !members.length;
   rows("fleet", members.map(([kind, each]) => [cell(each.name, "id"), cell(kind), cell(pill(each.status, STATES[each.status] ?? "")), cell(number(each.in_flight)), cell(`${Math.round(each.current_utilization * 100)} %`)]), "");
   if (event.dead_letters !== lettersSeen) { lettersSeen = event.dead_letters; letters(); }
+}
+
+// How many there should be, and why.
+function wanted({ models, gateways, batchers }) {
+  const parts = [...Object.entries(models).map(([model, each]) => [`GPUs of ${model}`, each]), ["gateways", gateways], ["batchers", batchers]];
+  return parts.filter(([, each]) => each).map(([name, each]) => `${each.wanted} ${name} wanted, ${each.there ?? "it is not known how many"} there: ${each.why}.`).join(" ");
 }
 
 // All that is known of one request.

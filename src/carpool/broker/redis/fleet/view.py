@@ -16,6 +16,7 @@ from msgspec import UNSET
 from msgspec.structs import replace
 
 from carpool.core.clock import rfc3339
+from carpool.core.scaling import Demand
 from carpool.core.snapshot import (
     BatcherState,
     EndpointHealth,
@@ -54,6 +55,12 @@ class ModelHeartbeat(msgspec.Struct, frozen=True, omit_defaults=True):
     endpoints: tuple[EndpointHealth, ...] = ()
     # Owners whose inputs this batcher saw refused again and again.
     quarantined: tuple[str, ...] = ()
+    # For scaling: endpoints that get calls, and that are there and fail; how full batches are, by what they are while
+    # all slots are busy; and how many wait for it, as far as this batcher knows.
+    works: int = 0
+    failing: int = 0
+    fill: float = 1.0
+    waiting: int = 0
     # Rule 4: `healthy_slots` and the limits of the endpoints, where one of them is no whole number. Only as written.
     exact: tuple[float, ...] = ()
     # Rule 5: by endpoint, half of its calls took so long at most, and 99 %; empty where that is not known. As written.
@@ -73,6 +80,9 @@ class Heartbeat(msgspec.Struct, frozen=True, omit_defaults=True):
     models: dict[str, ModelHeartbeat] = {}
     # Of a gateway: requests a second that come, by model and tier, also those that it refuses.
     wanted: dict[str, tuple[float, ...]] = {}
+    # Of a gateway: what comes, by model, for scaling; and of each process the processor cores that it uses.
+    demand: dict[str, Demand] = {}
+    cores: float = 0.0
     # An operator looks at its live page: the others publish what happens at theirs.
     is_watched: bool = False
 
@@ -103,6 +113,8 @@ class FleetView(msgspec.Struct, frozen=True):
     batchers: tuple[FleetMember, ...]
     # Heartbeats that could not be understood.
     unreadable: int
+    # When that was, in seconds on Redis's clock.
+    at_s: float = 0.0
 
     def is_fresh(self, now: float) -> bool:
         """Whether Redis sent this lately."""
@@ -248,7 +260,8 @@ def read_view(reply: Any, *, seen_at: float, stale_s: float) -> FleetView:
         tuple(sorted((member for member in members if member is not None), key=lambda member: member.name))
         for members in said
     )
-    return FleetView(seen_at, stale_s, gateways, batchers, sum(members.count(None) for members in said))
+    unreadable = sum(members.count(None) for members in said)
+    return FleetView(seen_at, stale_s, gateways, batchers, unreadable, now_ms / 1000)
 
 
 def fleet_state(view: FleetView) -> FleetState:
@@ -365,9 +378,7 @@ def _facts(member: FleetMember) -> dict[str, Any]:
 
 def _share_of(heartbeat: ModelHeartbeat) -> ModelShare:
     facts = msgspec.structs.asdict(heartbeat)
-    for own in ("endpoints", "batch_s", "probes", "retry_after_s", "is_open_to_others", "exact", "call_ms"):
-        del facts[own]
-    return ModelShare(**facts)
+    return ModelShare(**{field: facts[field] for field in ModelShare.__struct_fields__})
 
 
 def _utilization(heartbeats: Collection[ModelHeartbeat]) -> float:

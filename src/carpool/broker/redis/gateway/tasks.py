@@ -10,7 +10,7 @@
 """
 
 import asyncio
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -75,6 +75,8 @@ class RedisTasks:
         # Tasks whose results were read, and of which Redis has not heard yet. Runs while there are some.
         self._read_ids: defaultdict[Shard, set[str]] = defaultdict(set)
         self._tells_read = Every(TELL_READ_S, self._tell_read)
+        # By model: how many came so far.
+        self.arrivals: Counter[str] = Counter()
         # While true, no poll is kept waiting.
         self.draining = False
 
@@ -87,6 +89,7 @@ class RedisTasks:
         With `letter_id`, in place of that dead letter, whose shard the request's id must name.
         """
         request.waiter = self
+        self.arrivals[request.model] += 1
         self._intake.submit(request, accepted, letter_id)
 
     def settled(self, request: Request, outcome: Outcome) -> None:
