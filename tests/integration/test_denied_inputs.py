@@ -104,7 +104,7 @@ def test_every_face_over_http_asks_the_rules(gateway: GatewayProcess, path: str,
 
 def test_a_stream_and_grpc_ask_them_too(gateway: GatewayProcess) -> None:
     with connect(f"ws://127.0.0.1:{gateway.port}/v1/stream") as client:
-        client.send('{"id": 1, "model": "clean", "input": %s}' % HIDDEN.decode())
+        client.send(b'{"id": 1, "model": "clean", "input": %s}' % HIDDEN, text=True)
         said = client.recv()
     assert SAYS in json.dumps(json.loads(said))
     with grpc.insecure_channel(f"127.0.0.1:{gateway.grpc_port}") as channel:

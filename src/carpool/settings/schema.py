@@ -170,8 +170,8 @@ class UpstreamSettings(Section, frozen=True):
     ] = ""
     load: Annotated[
         str,
-        "where an endpoint tells its load; over 90 % it gets less. A header of its answers, `X-Load` (`0.93`, or `93` "
-        "for per cent); or a metric that is read once a second: a path on the endpoint, `:8002/metrics` on its host, or "
+        "where an endpoint tells its load; over 90 % it gets less. A header of its answers, `X-Load` (`0.93`, or "
+        "`93` for per cent); or a metric, read once a second: a path on the endpoint, `:8002/metrics` on its host, or "
         "a URL, and the name behind a `#`: `:8002/metrics#nv_gpu_utilization`; where not 1 but 512 means full, "
         "`/metrics#te_queue_size/512`; the largest of its series counts",
         URL,
@@ -359,8 +359,8 @@ class InputSettings(Section, frozen=True):
     deny: Annotated[
         list[InputRule],
         "what an input may not have in its texts (422): `control` characters; `invisible` ones, such as zero-width "
-        "spaces and marks that turn the direction of writing; `repeats=100`: a character, a word or a short pattern more "
-        "often than that in a row",
+        "spaces and marks that turn the direction of writing; `repeats=100`: a character, a word or a short pattern "
+        "more often than that in a row",
     ] = []
 
 

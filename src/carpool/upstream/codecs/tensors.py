@@ -77,7 +77,7 @@ class TensorDefaults(msgspec.Struct, frozen=True):
 
 
 def tensor_defaults(text: str, *, always_raw: bool = False) -> TensorDefaults:
-    """The same from `upstream.tensor`: a name, a datatype and a shape with the batch dimension, as far as they are set."""
+    """The same from `upstream.tensor`: a name, a datatype and a shape, as far as they are set."""
     name, datatype, shape, *_ = *text.split(" "), "", "", ""
     return TensorDefaults(name, datatype, tuple(map(int, shape.split(","))) if shape else (), always_raw)
 
