@@ -89,9 +89,7 @@ class ModelFace:
             outputs_field=upstream.outputs_field,
             parameters_field=upstream.parameters_field,
             model_version=upstream.model_version,
-            tensor_name=upstream.tensor_name,
-            tensor_datatype=upstream.tensor_datatype,
-            tensor_shape=upstream.tensor_shape,
+            tensor=upstream.tensor,
             tensor_binary=upstream.tensor_binary,
             tokens_field=upstream.tokens_field,
             version_field=upstream.version_field,
@@ -115,9 +113,9 @@ class ModelFace:
         looks = self.codec.prepares or type(self.codec).check_parameters is not Codec.check_parameters
         prepare: Prepare | None = self.prepare if looks else None
         limits = self._input
-        if limits.input_bytes_max or limits.deny_patterns:
+        if limits.input_bytes_max or limits.deny_patterns or limits.deny:
             # On admission alone: what was let in once is not refused later because the rules have changed.
-            policy = InputPolicy(limits.input_bytes_max, limits.deny_patterns)
+            policy = InputPolicy(limits.input_bytes_max, limits.deny_patterns, limits.deny)
             prepare = partial(self._check_and_prepare, policy)
         return ServedModel(
             self.name,
@@ -500,6 +498,7 @@ def endpoint_maker(model: Model, clock: Clock) -> MakeEndpoint:
     upstream = model.upstream
     credentials = Credentials(model.security, clock)
     credentials.headers()
+    load_header = upstream.load if parse_load_source(upstream.load) is None else ""
     if any(url.startswith(("https:", "grpcs:")) for url in upstream.endpoints):
         credentials.ssl_context()
 
@@ -511,7 +510,7 @@ def endpoint_maker(model: Model, clock: Clock) -> MakeEndpoint:
         # Here: a process without calls over HTTP does not load its client.
         from carpool.upstream.client import HttpEndpoint
 
-        return HttpEndpoint(*address, ANSWER_BYTES_MAX, credentials, upstream.load_header)
+        return HttpEndpoint(*address, ANSWER_BYTES_MAX, credentials, load_header)
 
     return make_endpoint
 
@@ -540,7 +539,7 @@ def make_fleet(
             pool,
             health_path=health_path,
             interval_s=HEALTH_INTERVAL_S,
-            load_source=parse_load_source(upstream.load_metrics_url) if upstream.load_metrics_url else None,
+            load_source=parse_load_source(upstream.load),
             clock=clock,
             random_share=random_share,
         )

@@ -50,9 +50,7 @@ endpoints = ["http://127.0.0.1:{port}"]
 [models.image]
 protocol = "kserve_v2"
 endpoints = ["http://127.0.0.1:{port}"]
-tensor_name = "IMAGE"
-tensor_datatype = "BYTES"
-tensor_shape = "1,1"
+tensor = "IMAGE BYTES 1,1"
 """
 
 

@@ -136,7 +136,7 @@ async def upstream() -> AsyncIterator[ScriptedUpstream]:
 
 
 def called(service: str) -> dict[str, object]:
-    return {"tracing.resource_attributes": f"service.name={service}"}
+    return {"OTEL_SERVICE_NAME": service}
 
 
 @asynccontextmanager

@@ -112,7 +112,7 @@ async def test_each_protocol_is_probed_at_its_own_page_and_the_metric_sets_the_l
 ) -> None:
     settings = {
         "carpool.service.HEALTH_INTERVAL_S": 0.1,
-        "upstream.load_metrics_url": "/metrics#te_queue_size/512",
+        "upstream.load": "/metrics#te_queue_size/512",
     }
     async with page_server() as server:
         server.body = b"te_queue_size 512\n"

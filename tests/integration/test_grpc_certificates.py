@@ -241,8 +241,7 @@ async def test_a_gateway_goes_on_when_server_and_files_change(certificates: Cert
         "upstream.tls_cert": files.cert,
         "upstream.tls_key": files.key,
         "upstream.protocol": "kserve_v2_grpc",
-        "upstream.tensor_name": "x",
-        "upstream.tensor_datatype": "INT8",
+        "upstream.tensor": "x INT8",
     }
     body = b'{"input": {"name": "x", "datatype": "INT8", "shape": [1, 1], "data": [1]}}'
 

@@ -33,7 +33,7 @@ REQUEST = "POST /v1/inference"
 
 
 def named(service: str) -> dict[str, Any]:
-    return {"tracing__resource_attributes": [f"service.name={service}"]}
+    return {"OTEL_SERVICE_NAME": service}
 
 
 @asynccontextmanager
@@ -244,8 +244,8 @@ async def test_neither_payloads_nor_credentials_are_in_spans(upstream: ScriptedU
     async with receiver(Keeping()) as taking:
         settings = {
             "tracing__sample_ratio": 1,
-            "tracing__headers": ["X-Api-Key=canary-of-the-header"],
-            "tracing__resource_attributes": ["deployment.environment.name=test"],
+            "OTEL_EXPORTER_OTLP_HEADERS": "X-Api-Key=canary-of-the-header",
+            "OTEL_RESOURCE_ATTRIBUTES": "deployment.environment.name=test",
         }
         async with running("serve", upstream, taking, **settings) as process:
             key = "Authorization: Bearer canary-of-the-key\r\nX-Own: canary-of-a-header\r\n"

@@ -80,9 +80,7 @@ endpoints = ["http://127.0.0.1:{words}"]
 [models.image]
 protocol = "kserve_v2"
 endpoints = ["http://127.0.0.1:{words}"]
-tensor_name = "IMAGE"
-tensor_datatype = "BYTES"
-tensor_shape = "1,1"
+tensor = "IMAGE BYTES 1,1"
 [models.slow_mirror]
 protocol = "kserve_v2"
 endpoints = ["http://127.0.0.1:{slow}"]

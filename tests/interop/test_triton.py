@@ -64,9 +64,7 @@ total_timeout_s = 50
 [models.mirror]
 
 [models.negate]
-tensor_name = "VECTOR"
-tensor_datatype = "FP32"
-tensor_shape = "1,4"
+tensor = "VECTOR FP32 1,4"
 """
 
 
@@ -232,7 +230,7 @@ async def test_health_and_the_metrics_page(triton: Triton, tmp_path: Path) -> No
             [found] = re.findall(r"^nv_cpu_memory_total_bytes (\S+)$", page, re.MULTILINE)
             total = float(found)
     metric = f":{triton.metrics_port}/metrics#nv_cpu_memory_total_bytes/{total * 4:.0f}"
-    settings = triton.settings("json").replace("timeout_s = 20", f'timeout_s = 20\nload_metrics_url = "{metric}"')
+    settings = triton.settings("json").replace("timeout_s = 20", f'timeout_s = 20\nload = "{metric}"')
     (tmp_path / "carpool.toml").write_text(settings)
     async with running_gateway(tmp_path, "") as gateway:
 

@@ -225,8 +225,8 @@ def start_role(directory: Path, role: str, flags: Sequence[str], settings: Mappi
 
 
 def variable(key: str) -> str:
-    """The environment's name of a setting."""
-    return "CARPOOL_" + key.upper().replace(".", "_")
+    """The environment's name of a setting; OpenTelemetry's variables stand for themselves."""
+    return key if key.startswith("OTEL_") else "CARPOOL_" + key.upper().replace(".", "_")
 
 
 def carpool(*arguments: str, cwd: Path | None = None, **environment: str) -> "subprocess.CompletedProcess[str]":

@@ -39,14 +39,10 @@ mode = "off"
 model_version = "3"
 
 [models.image]
-tensor_name = "IMAGE"
-tensor_datatype = "BYTES"
-tensor_shape = "1,1"
+tensor = "IMAGE BYTES 1,1"
 
 [models.vector]
-tensor_name = "VECTOR"
-tensor_datatype = "FP32"
-tensor_shape = "1,4"
+tensor = "VECTOR FP32 1,4"
 model_version = "3"
 cache = true
 

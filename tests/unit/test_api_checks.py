@@ -175,7 +175,7 @@ def test_a_server_that_tells_of_many_large_tensors_costs_no_more_than_one() -> N
     ("upstream", "metadata"),
     [
         (UpstreamSettings(protocol="kserve_v2"), b""),
-        (UpstreamSettings(protocol="kserve_v2", tensor_name="x", tensor_datatype="INT8", tensor_shape="1,2,3"), b""),
+        (UpstreamSettings(protocol="kserve_v2", tensor="x INT8 1,2,3"), b""),
         (UpstreamSettings(protocol="kserve_v2"), body({"inputs": "odd"})),
         (
             UpstreamSettings(protocol="kserve_v2"),

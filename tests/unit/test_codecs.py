@@ -319,25 +319,25 @@ def test_v2_binary_call() -> None:
 
 
 def test_what_is_configured_fills_in_for_what_is_not_given() -> None:
-    codec = make_codec("kserve_v2", tensor_name="image", tensor_datatype="UINT8", tensor_shape="1,2,2")
+    codec = make_codec("kserve_v2", tensor="image UINT8 1,2,2")
     [described] = json.loads(codec.encode(members(codec, [b'{"data":[1,2,3,4]}'])).body)["inputs"]
     assert described == {"name": "image", "shape": [1, 2, 2], "datatype": "UINT8", "data": [1, 2, 3, 4]}
     with pytest.raises(Malformed, match="stands for 4 elements, but 1 came"):
         codec.prepare(b'{"data":[1]}')
-    unshaped = make_codec("kserve_v2", tensor_name="image", tensor_datatype="UINT8")
+    unshaped = make_codec("kserve_v2", tensor="image UINT8")
     assert json.loads(unshaped.encode(members(unshaped, [b'{"data":[1,2]}'])).body)["inputs"][0]["shape"] == [1, 2]
 
 
 def test_octet_stream_bodies() -> None:
-    image = make_codec("kserve_v2", tensor_name="x", tensor_datatype="UINT8")
+    image = make_codec("kserve_v2", tensor="x UINT8")
     call = image.encode(members(image, [image.binary_input(b"\x01\x02\xff")]))
     assert b"".join(call.tail) == b"\x01\x02\xff"
     assert b'"shape":[1,3]' in call.body
-    file = make_codec("kserve_v2", tensor_name="x", tensor_datatype="BYTES")
+    file = make_codec("kserve_v2", tensor="x BYTES")
     call = file.encode(members(file, [file.binary_input(b"abc"), file.binary_input(b"")]))
     assert b"".join(call.tail) == b"\x03\x00\x00\x00abc\x00\x00\x00\x00"
     assert b'"shape":[2,1]' in call.body
-    with pytest.raises(Malformed, match="tensor_datatype"):
+    with pytest.raises(Malformed, match="`upstream"):
         V2.binary_input(b"abc")
 
 

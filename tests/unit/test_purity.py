@@ -11,6 +11,7 @@ ROOT = Path(carpool.__file__).parent
 IMPURE = {"asyncio", "random", "secrets", "selectors", "socket", "ssl", "subprocess", "threading", "time", "uvloop"}
 PURE = [
     "admission/input_policy.py",
+    "admission/input_rules.py",
     "admission/limits.py",
     "broker/result_cache.py",
     "admission/owners.py",

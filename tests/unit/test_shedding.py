@@ -11,6 +11,7 @@ from carpool.admission.gate import Gate
 from carpool.admission.shedding import (
     GUARD_S,
     RECOUNT_QUIET_S,
+    Elsewhere,
     LoadShedder,
     TierRule,
     pressure,
@@ -368,6 +369,52 @@ class TestThresholds:
         assert [scene.ask(tier) is None for tier in range(3)] == [True, True, False]
         scene.stands[PAID].set(somebody=351)
         assert [scene.ask(tier) is None for tier in range(3)] == [True, False, False]
+
+
+class TestThresholdsOverRedis:
+    """1,000 a second are served, 200 at once: 70 more may wait before free is refused, and 350 before paid is."""
+
+    def scene(self, others: Elsewhere) -> Scene:
+        scene = Scene(by_thresholds=True)
+        scene.shedder.learn([1000.0] * 3, [1.0] * 3, scene.stands, batch_s=0.2, others=others)
+        return scene
+
+    @pytest.mark.parametrize(
+        ("own", "others", "come_in"),
+        [
+            (1, 0, [True, True, True]),
+            (0, 269, [True, True, True]),
+            (0, 271, [True, True, False]),
+            (200, 71, [True, True, False]),
+            (0, 551, [True, False, False]),
+            (551, 0, [True, False, False]),
+        ],
+    )
+    def test_the_whole_queue_counts(self, own: int, others: int, come_in: list[bool]) -> None:
+        scene = self.scene(Elsewhere(0, 0.0, 1.0, 1.0))
+        scene.stands[PAID].set(somebody=own)
+        scene.shedder.learn([1000.0] * 3, [1.0] * 3, scene.stands, batch_s=0.2, others=Elsewhere(others, 0.0, 0.5, 2.0))
+        assert [scene.ask(tier) is None for tier in range(3)] == come_in
+
+    def test_of_the_room_that_was_left_each_takes_its_part(self) -> None:
+        scene = self.scene(Elsewhere(200, 0.0, 0.5, 1.0))
+        for number in range(60):
+            scene.stands[FREE].set(somebody=number)
+            assert (scene.ask(FREE) is None) == (number < 35)
+        scene.shedder.learn([1000.0] * 3, [1.0] * 3, scene.stands, batch_s=0.2, others=Elsewhere(200, 0.0, 0.5, 2.0))
+        assert scene.ask(FREE) is None, "the others have not taken theirs: of the 11 that are left 5 are for this one"
+
+    def test_what_the_others_admit_counts(self) -> None:
+        scene = self.scene(Elsewhere(0, 699.0, 0.5, 1.0))
+        assert scene.ask(FREE) is None
+        scene = self.scene(Elsewhere(0, 701.0, 0.5, 1.0))
+        assert scene.ask(FREE) is not None
+        assert scene.ask(PAID) is None
+
+    def test_how_long_it_would_take_is_told_of_the_whole(self) -> None:
+        refusal = self.scene(Elsewhere(2200, 0.0, 0.5, 1.0)).ask(FREE)
+        assert refusal is not None
+        assert refusal.retry_after_s == 2
 
 
 def test_pressure_is_1_at_the_target() -> None:

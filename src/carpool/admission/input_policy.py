@@ -1,6 +1,7 @@
-"""What inputs may be: a longest length, and patterns that must not be found in their texts. Pure.
+"""What inputs may be: a longest length, and what must not be found in their texts: patterns, and what `input_rules.py`
+knows. Pure.
 
-1. Patterns see what the model's JSON parser would see: every string of input and parameters, names in objects too, with
+1. Both see what the model's JSON parser would see: every string of input and parameters, names in objects too, with
    its escapes undone. Of names that stand twice in an object, both are looked at. Numbers are no texts. Binary input
    towards JSON upstreams is its base64 text, which is not decoded for this; of packed tensors, names and the elements
    of BYTES are looked at, whatever bytes they are.
@@ -15,6 +16,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from carpool.admission.input_rules import make_rules
 from carpool.core.errors import InputDenied, Malformed
 from carpool.core.request import Request
 from carpool.core.tensors import is_packed, texts_in
@@ -36,8 +38,9 @@ class BadPatternError(ValueError):
 class InputPolicy:
     """What the inputs of one model may be."""
 
-    def __init__(self, bytes_max: int, patterns: Sequence[str]) -> None:
+    def __init__(self, bytes_max: int, patterns: Sequence[str], rules: Sequence[str] = ()) -> None:
         self._bytes_max = bytes_max
+        self._rules = [*zip(rules, make_rules(rules), strict=True)]
         self._finders = compile_patterns(patterns)
         # Most requests match none: one search tells.
         self._finds_any = finder_of_any(patterns, self._finders) if patterns else None
@@ -47,12 +50,15 @@ class InputPolicy:
         value, bytes_max = request.input, self._bytes_max
         if bytes_max and len(value) > bytes_max:
             raise InputDenied(f"an input for this model may have {bytes_max} bytes at most; this one has {len(value)}")
-        if self._finds_any is None:
+        if self._finds_any is None and not self._rules:
             return
         text = packed_text_of(value) if is_packed(value) else text_of(value)
         if request.parameters:
             text += b"\n" + text_of(request.parameters)
-        if self._finds_any(text):
+        for name, fault_in in self._rules:
+            if (fault := fault_in(text)) is not None:
+                raise InputDenied(f"{fault}; `deny` has {name}")
+        if self._finds_any is not None and self._finds_any(text):
             for number, find in enumerate(self._finders, 1):
                 if find(text):
                     raise InputDenied(f"pattern {number} of deny_patterns is found in it")

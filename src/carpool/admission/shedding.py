@@ -22,7 +22,9 @@
    capacity is trusted less, until it is not (as CoDel does it). It is also trusted less while some requests wait much
    longer than others: the limits are for all of them.
 6. The lowest tier always has headroom for its minimum share: it must not starve while other tiers use everything.
-7. `thresholds` is the simple way: by how many wait, and by the rate that comes in.
+7. `thresholds` is the simple way: by how many wait, and by the rate that comes in. Over Redis that is the whole queue
+   against what the whole fleet can serve: this gateway's requests as they are now, those of the others by their last
+   heartbeats. Of the room that there was then, each gateway takes its part.
 8. Over Redis a gateway does not see which of its requests still wait and which are being served. It supposes that all
    slots are full: of each tier in proportion to what was served of it lately, and of each owner as many.
 9. One batch may always wait, however slow the model is: a slot that becomes free must find a full one.
@@ -83,6 +85,19 @@ class TierRule(msgspec.Struct, frozen=True):
     name: str = ""
 
 
+class Elsewhere(msgspec.Struct, frozen=True):
+    """What the other gateways last said of themselves (rule 7), and this gateway's part of the room there is."""
+
+    requests: int = 0
+    # Admitted a second.
+    rate: float = 0.0
+    part: float = 1.0
+    heard_at: float = -inf
+
+
+ALONE = Elsewhere()
+
+
 class LoadShedder:
     """Says which requests come in. What waits is read from `stats_by_tier`."""
 
@@ -109,6 +124,8 @@ class LoadShedder:
         self._lanes_counted_at = -inf
         self._min_share = min_share
         self._by_thresholds = by_thresholds
+        # Rule 7: what the others said, and how many requests there were here then.
+        self._others, self._own_then = ALONE, 0
         # For how long after a request's arrival a later request of a higher tier, by number, still overtakes it.
         self._overtaking_s = [
             [
@@ -203,7 +220,7 @@ class LoadShedder:
         refusal = self.refusal_if_full(tier, owner, now, count, request)
         refusal = refusal or self.refusal_by_deadline(tier, owner, now, seconds, count)
         is_short = self._by_thresholds and self._is_known and self.headroom[tier] < count
-        if refusal is None and is_short and any(map(self._waiting, range(len(self._tiers)))):
+        if refusal is None and is_short and self._depth() > 0:
             refusal = self._refuse(tier, count, self._too_long(tier))
         if refusal is None:
             self._admitted[tier] += count
@@ -309,6 +326,7 @@ class LoadShedder:
         """By which limit a request of this tier is refused now."""
         wait_s = self.predicted_wait_s(tier)
         if self._by_thresholds:
+            wait_s = max(wait_s, self._depth() / self.capacity[-1]) if self.capacity[-1] else inf
             return too_long(wait_s, 'too many wait or come for its tier (`shedding.mode = "thresholds"`)')
         rule, limit_s = self._tiers[tier], self._limit_s(tier, self._counted_at)
         setting = f"its `wait_max_ms` is {rule.wait_max_s * 1000:g}"
@@ -345,10 +363,11 @@ class LoadShedder:
         batch_s: float = 0.0,
         lanes: LaneCounts | None = None,
         spread: float = 1.0,
+        others: Elsewhere = ALONE,
     ) -> None:
         """What can be served, and is in a batch, by tier; where it waits. For rule 4: how long a call takes, what may
         be let in late, and what other gateways bring that takes of that, by tier. For rule 5: how many times as long
-        as the others some requests wait.
+        as the others some requests wait. For rule 7: what the other gateways have.
 
         With `batch_s`, `stats_by_tier` also counts requests that are being served, for so long each.
         """
@@ -359,6 +378,17 @@ class LoadShedder:
         self.call_s, self._burst_rps = call_s, burst_rps
         self._elsewhere = list(elsewhere) or [0.0] * len(self._tiers)
         self._is_known, self._first_call = True, None
+        if others.heard_at != self._others.heard_at:
+            self._own_then = self.requests()
+        self._others = others
+
+    def requests(self) -> int:
+        """How many there are here, those that are being served included if `stats_by_tier` counts them."""
+        return sum(queue_stats.waiting for queue_stats in self._stats_by_tier)
+
+    def admitted_rps(self) -> float:
+        """Requests a second that were let in lately."""
+        return sum(self._admitted_rates)
 
     def suppose(
         self,
@@ -374,6 +404,7 @@ class LoadShedder:
         self._stats_by_tier = stats_by_tier
         self._is_known = self._is_known and self._first_call is not None
         self._first_call, self._counts_running = first_call, counts_running
+        self._others = ALONE
 
     def _suppose(self, at_once: float, since: float, now: float) -> None:
         """What a call that has run for so long tells of the capacity (rule 4)."""
@@ -507,13 +538,22 @@ class LoadShedder:
             self._newcomers[tier] = came if late_above else 0.0
 
     def _headroom_by_threshold(self) -> list[float]:
-        capacity = self.capacity[-1]
-        depth = sum(map(self._waiting, range(len(self._tiers))))
-        headroom = [inf] + [DEPTH_HIGHEST_ONLY_S * capacity - depth] * (len(self._tiers) - 1)
+        capacity, own = self.capacity[-1], self.requests()
+        others, came = self._others, own - self._own_then
+
+        def headroom_below(seconds: float) -> float:
+            room = seconds * capacity - (self._depth() - came)
+            return room * (others.part if room > 0 else 1.0) - came
+
+        headroom = [inf] + [headroom_below(DEPTH_HIGHEST_ONLY_S)] * (len(self._tiers) - 1)
         if len(headroom) > 1:
-            is_too_fast = sum(self._admitted_rates) > RATE_SHARE * capacity
-            headroom[-1] = 0.0 if is_too_fast else min(headroom[-1], DEPTH_NOT_LOWEST_S * capacity - depth)
+            is_too_fast = self.admitted_rps() + others.rate > RATE_SHARE * capacity
+            headroom[-1] = 0.0 if is_too_fast else min(headroom[-1], headroom_below(DEPTH_NOT_LOWEST_S))
         return headroom
+
+    def _depth(self) -> float:
+        """How many wait, here and at the other gateways; below 0 where slots are free."""
+        return self.requests() + self._others.requests - self.capacity[-1] * self._batch_s
 
     def _count_running(self) -> list[float]:
         """Rule 8. Capacity that a tier may use, and the tiers below may not, serves requests of that tier and above."""

@@ -1,6 +1,6 @@
 """Admission over Redis: requests wait there, for batchers of the whole fleet."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from math import inf
 
@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from carpool.admission.gate import upstream_down
 from carpool.admission.shared_limits import SharedLimits
-from carpool.admission.shedding import TICK_S, pressure
+from carpool.admission.shedding import TICK_S, Elsewhere, LoadShedder, pressure
 from carpool.broker.redis.fleet.api_keys import ApiKeyWatch
 from carpool.broker.redis.fleet.view import FleetView, Heartbeat
 from carpool.broker.redis.formats import Reply
@@ -29,6 +29,7 @@ from carpool.composition.shedding import (
     wanted,
 )
 from carpool.core.errors import CarpoolError, UpstreamFailed, UpstreamProtocolFault, UpstreamRefused
+from carpool.core.ports import QueueStats
 from carpool.core.request import DONE, QUEUED, Request
 from carpool.core.snapshot import Mode, RedisGatewayNumbers
 from carpool.core.timeline import Queue, RequestState, state_of
@@ -168,6 +169,8 @@ class RedisAdmission(Admission):
         self._demands = Demands(
             runtime, shedders, self.queue.pending.arrivals.__getitem__, self.tasks.arrivals.__getitem__
         )
+        # By thresholds: how many wait at all gateways together.
+        self._counts_whole = runtime.settings.shedding.mode == "thresholds"
         # Requests a second of each model, as the last heartbeat reported them to the other gateways.
         self._told_rates: dict[str, float] = {}
         self._batchers_seen = runtime.clock()
@@ -212,6 +215,11 @@ class RedisAdmission(Admission):
             in_flight=self.queue.pending.held,
             wanted=wanted(self.shedders),
             demand={model: self._demands.of(model) for model in self._runtime.models},
+            queued={
+                model: (shedder.requests(), round(shedder.admitted_rps(), 2))
+                for model, shedder in self.shedders.items()
+                if self._counts_whole and self.is_connected()
+            },
         )
 
     def pressure(self, model: str) -> float:
@@ -277,7 +285,9 @@ class RedisAdmission(Admission):
                 continue
             stats_by_tier = stats_of_tiers(self.queue.pending.queue_stats, model, tiers)
             slots, gateways = view.healthy_slots(model), max(1, len(view.live_gateways()))
-            if capacity := view.capacity_rps(model):
+            if (capacity := view.capacity_rps(model)) and self._counts_whole:
+                self._learn_whole(shedder, model, stats_by_tier)
+            elif capacity:
                 others, batch_s = (
                     view.wanted(model, tiers, without=self.redis_context.name.decode()),
                     view.batch_s(model),
@@ -296,6 +306,16 @@ class RedisAdmission(Admission):
         ):
             # The others share the capacity with this one: from now on, not from the next heartbeat on.
             self.redis_context.registry.heartbeat()
+
+    def _learn_whole(self, shedder: LoadShedder, model: str, stats_by_tier: Sequence[QueueStats]) -> None:
+        """By thresholds: what the whole fleet can serve, and what the other gateways have of it."""
+        view, own_name, count = self.redis_context.registry.view, self.redis_context.name.decode(), len(stats_by_tier)
+        queued = view.queued(model, without=own_name)
+        rate, others_rate = sum(shedder.rates), sum(view.wanted(model, count, without=own_name))
+        part = max(1 / max(1, len(view.live_gateways())), rate / max(rate + others_rate, SOME_RPS))
+        others = Elsewhere(sum(each[0] for each in queued), sum(each[1] for each in queued), part, view.seen_at)
+        capacity, batch_s = view.capacity_rps(model), view.batch_s(model)
+        shedder.learn([capacity] * count, [1.0] * count, stats_by_tier, call_s=batch_s, batch_s=batch_s, others=others)
 
     def _first_call(self, model: str, at_once: float) -> tuple[float, float]:
         """Since when the first call runs: since its first request came, or so."""

@@ -273,9 +273,8 @@ def _check_upstream(upstream: UpstreamSettings, at: Where) -> None:
     if len({upstream.outputs_field, upstream.tokens_field, upstream.version_field}) < 3:
         both = f"{at('tokens_field')} and {at('version_field')}"
         raise ConfigError(f"{both} must differ from each other, and from outputs_field")
-    if upstream.load_metrics_url:
-        with faults_at(at("load_metrics_url")):
-            parse_load_source(upstream.load_metrics_url)
+    with faults_at(at("load")):
+        parse_load_source(upstream.load)
     try:
         if upstream.probe_input:
             msgspec.json.decode(upstream.probe_input)

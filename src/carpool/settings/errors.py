@@ -7,6 +7,16 @@ from contextlib import contextmanager
 from typing import Any
 
 _USER_INFO = re.compile(r"//\S*@")
+# Keys that are gone, and what to do in their place.
+_OTEL = "OTEL_{}, the variable that all programs with OpenTelemetry have in common, says it (docs/tracing.md)"
+_TENSOR = 'write tensor = "NAME DATATYPE SHAPE", like "image FP32 1,3,224,224" (docs/kserve.md)'
+_LOAD = 'write load = "NAME-OF-A-HEADER", or load = "/metrics#NAME" (docs/upstreams.md)'
+_GONE = {
+    "tracing.headers": _OTEL.format("EXPORTER_OTLP_HEADERS"),
+    "tracing.resource_attributes": _OTEL.format("RESOURCE_ATTRIBUTES"),
+    **dict.fromkeys(("upstream.tensor_name", "upstream.tensor_datatype", "upstream.tensor_shape"), _TENSOR),
+    **dict.fromkeys(("upstream.load_header", "upstream.load_metrics_url"), _LOAD),
+}
 _QUERY = re.compile(r"\?[^\s'\",\]]+")
 
 
@@ -26,6 +36,10 @@ def faults_at(place: str) -> Iterator[None]:
 
 def unknown(kind: str, name: str, source: str, known: Iterable[str]) -> ConfigError:
     """The error for a name that does not exist, with the name that was probably meant."""
+    for gone, instead in _GONE.items():
+        is_models = name.startswith("models.") and name.rpartition(".")[2] == gone.removeprefix("upstream.")
+        if is_models or name in (gone, "CARPOOL_" + gone.replace(".", "_").upper()):
+            return ConfigError(f"{shown(name)[1:-1]} ({source}) is gone: {instead}")
     known = list(known)
     # First what is spelled alike in the same section, then the same key in another one (`gateway.port` for `port`),
     # then what is spelled alike anywhere.

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 import msgspec
 from msgspec import NODEFAULT, Meta
 
-from carpool.settings.schema import MODEL_SECTIONS, Section, Settings
+from carpool.settings.schema import MODEL_SECTIONS, Attribute, Header, Section, Settings
 
 # The settings that `carpool serve`, `gateway`, `batcher` and `config` take as flags too.
 FLAGS = {
@@ -85,6 +85,11 @@ SECTIONS: dict[str, type[Section]] = {
 ROOT_KEYS = section_keys(Settings, "")
 KEYS: dict[str, Key] = {
     key.path: key for key in [*ROOT_KEYS, *(k for name, cls in SECTIONS.items() for k in section_keys(cls, f"{name}."))]
+}
+# What OpenTelemetry's own variables say, and no key: docs/tracing.md.
+OTEL_KEYS: dict[str, Key] = {
+    "tracing.headers": Key("tracing.headers", list[Header], [], "", is_secret=True),
+    "tracing.resource_attributes": Key("tracing.resource_attributes", list[Attribute], [], ""),
 }
 VARIABLES: dict[str, Key] = {key.variable: key for key in KEYS.values()}
 

@@ -24,6 +24,7 @@ from carpool.settings.keys import (
     FLAGS,
     KEYS,
     MODEL_SUMMARY,
+    OTEL_KEYS,
     ROOT_KEYS,
     SECTIONS,
     VARIABLES,
@@ -72,7 +73,8 @@ def load_settings(
     for layer in (_from_opentelemetry(environ), *own):
         given.update(layer)
 
-    values = {path: _convert(KEYS[path], value) for path, value in given.items()}
+    keys = KEYS | OTEL_KEYS
+    values = {path: _convert(keys[path], value) for path, value in given.items()}
     root: dict[str, Any] = {path: value for path, value in values.items() if "." not in path}
     for name, cls in SECTIONS.items():
         root[name] = cls(**{key: values[f"{name}.{key}"] for key in cls.__struct_fields__ if f"{name}.{key}" in values})

@@ -31,16 +31,18 @@ BodyBytes = Annotated[int, Meta(ge=1, le=64 * MIB)]
 # As many may be at the endpoints of a model at once (`service.py`).
 BatchBytes = Annotated[int, Meta(ge=1, le=512 * MIB)]
 BatchSize = Annotated[int, Meta(ge=1, le=4096)]
-DatatypeName = Literal[
-    "", "BOOL", "UINT8", "UINT16", "UINT32", "UINT64", "INT8", "INT16", "INT32", "INT64",
-    "FP16", "BF16", "FP32", "FP64", "BYTES",
-]  # fmt: skip
-# The batch dimension, 1, and the others.
+# A name, a datatype and a shape, the last two or one of which may be left out; the shape has the batch dimension, 1.
 # Texts of a form have it in words too, for the errors.
-TensorShape = Annotated[str, Meta(pattern=r"^(1(,[0-9]{1,9})*)?\Z", title="a shape like 1,3,224,224")]
+DATATYPES = "BOOL|UINT8|UINT16|UINT32|UINT64|INT8|INT16|INT32|INT64|FP16|BF16|FP32|FP64|BYTES"
+Tensor = Annotated[
+    str,
+    Meta(
+        pattern=rf"^([^\s]+( ({DATATYPES})( 1(,[0-9]{{1,9}})*)?)?)?\Z",
+        title="a tensor's name, datatype and shape like `image FP32 1,3,224,224`",
+    ),
+]
 Name = Annotated[str, Meta(pattern=NAME_PATTERN, title=NAME_WORDS)]
 Token = Annotated[str, Meta(pattern=r"^[\x21-\x7e]+\Z", title="tokens of printable ASCII without spaces")]
-HeaderName = Annotated[str, Meta(pattern=rf"^({HEADER_CHARS}+)?\Z", title="the name of a header")]
 Header = Annotated[
     str, Meta(pattern=rf"^{HEADER_CHARS}+=[\x20-\x7e]*[\x21-\x7e]\Z", title="NAME=VALUE, in printable ASCII")
 ]
@@ -56,8 +58,11 @@ Receiver = Annotated[
     str,
     Meta(
         pattern=r"^(https?://[^\s/?#@]+(/[^\s?#]*)?)?\Z",
-        title="like http://collector:4318, without a user name or a query; keys go into tracing.headers",
+        title="like http://collector:4318, without a user name or a query; keys go into OTEL_EXPORTER_OTLP_HEADERS",
     ),
+]
+InputRule = Annotated[
+    str, Meta(pattern=r"^(control|invisible|repeats=[1-9][0-9]{1,6})\Z", title="control, invisible or repeats=100")
 ]
 Digest = Annotated[
     str,
@@ -163,13 +168,11 @@ class UpstreamSettings(Section, frozen=True):
         "an input that the model answers, in JSON (`'\"hello\"'`): it is sent at the start, again and again until "
         "a call is answered, and `/internal/ready` waits for that",
     ] = ""
-    load_header: Annotated[
-        HeaderName, "header in which answers tell the load: `0.93`, or `93` for per cent; over 90 % it gets less"
-    ] = ""
-    load_metrics_url: Annotated[
+    load: Annotated[
         str,
-        "metric to read the load from, once a second: a path on the endpoint, `:8002/metrics` on its host, or a "
-        "URL, and the name behind a `#`: `:8002/metrics#nv_gpu_utilization`; where not 1 but 512 means full, "
+        "where an endpoint tells its load; over 90 % it gets less. A header of its answers, `X-Load` (`0.93`, or "
+        "`93` for per cent); or a metric, read once a second: a path on the endpoint, `:8002/metrics` on its host, or "
+        "a URL, and the name behind a `#`: `:8002/metrics#nv_gpu_utilization`; where not 1 but 512 means full, "
         "`/metrics#te_queue_size/512`; the largest of its series counts",
         URL,
     ] = ""
@@ -197,11 +200,11 @@ class UpstreamSettings(Section, frozen=True):
         "the model has them as its protocol has bytes (`base64`), as texts (`text`) or as JSON (`json`)",
     ] = ""
     model_version: Annotated[str, "`kserve_…`: version of the model to ask for; by default the server decides"] = ""
-    tensor_name: Annotated[str, "`kserve_v2…`: a tensor's name when its client gives none"] = ""
-    tensor_datatype: Annotated[
-        DatatypeName, "`kserve_v2…`: a tensor's datatype when its client gives none; binary bodies need it"
+    tensor: Annotated[
+        Tensor,
+        "`kserve_v2…`: a tensor's name, datatype and shape when its client gives none, like `image FP32 1,3,224,224`; "
+        "the shape, or both, may be left out; binary bodies need the datatype",
     ] = ""
-    tensor_shape: Annotated[TensorShape, "`kserve_v2…`: a tensor's shape when its client gives none"] = ""
     tensor_binary: Annotated[bool, "`kserve_v2`: send tensors raw (binary extension) also for clients of JSON"] = False
 
 
@@ -353,6 +356,13 @@ class InputSettings(Section, frozen=True):
         "inputs in whose texts one of these patterns (RE2 syntax) is found are refused; needs `carpool[policy]`",
     ] = []
 
+    deny: Annotated[
+        list[InputRule],
+        "what an input may not have in its texts (422): `control` characters; `invisible` ones, such as zero-width "
+        "spaces and marks that turn the direction of writing; `repeats=100`: a character, a word or a short pattern "
+        "more often than that in a row",
+    ] = []
+
 
 class WebhookSettings(Section, frozen=True):
     """Outcomes of tasks that are sent to a URL (`callback_url`). Off while no host is allowed."""
@@ -382,6 +392,9 @@ class TrackingSettings(Section, frozen=True):
     url: Annotated[
         str, "`postgres`: `postgresql://user@host:5432/database`; the password may be in PGPASSWORD", URL
     ] = ""
+    in_flight: Annotated[
+        bool, "also rows of requests that wait or run; what a process leaves behind when it is killed becomes failed"
+    ] = False
     retention_days: Annotated[Days, "how long rows are kept; a database drops whole days (UTC)"] = 30.0
     bytes_max: Annotated[
         int, Meta(ge=MIB, le=1024 * GIB), "`sqlite`: the size of the file, about; the oldest rows go first"
@@ -403,14 +416,9 @@ class TracingSettings(Section, frozen=True):
     otlp_endpoint: Annotated[
         Receiver, "who receives traces, like `http://collector:4318`; `/v1/traces` is added; empty: no tracing", URL
     ] = ""
-    headers: Annotated[
-        list[Header], "headers for the receiver, each as `NAME=VALUE`, such as its API key; secret", SECRET
-    ] = []
-    resource_attributes: Annotated[
-        list[Attribute],
-        "what is told of this process, each as `NAME=VALUE`, like `deployment.environment.name=prod`; "
-        "`service.name` is `carpool` unless it is here",
-    ] = []
+    # These two are no keys: they come from OTEL_EXPORTER_OTLP_HEADERS and OTEL_RESOURCE_ATTRIBUTES alone.
+    headers: list[Header] = []
+    resource_attributes: list[Attribute] = []
     sample_ratio: Annotated[
         float, Meta(ge=0, le=1), "share of the requests whose trace is kept, by trace id; 1: all of them"
     ] = 0.01

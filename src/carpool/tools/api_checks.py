@@ -16,6 +16,7 @@ from carpool.core.finding import Change, Finding, Level
 from carpool.settings import is_loopback, total_timeout_s
 from carpool.settings.schema import MODEL_SECTIONS, Settings, UpstreamSettings
 from carpool.upstream.codecs.base import Refusal
+from carpool.upstream.codecs.tensors import tensor_defaults
 from carpool.upstream.endpoint import UpstreamResponse
 
 # The names that APIs give to their inputs and outputs.
@@ -399,11 +400,11 @@ def _tensors(upstream: UpstreamSettings, metadata: bytes) -> dict[str, Any]:
     """Zeros for each tensor that the model has, by what the server says of it, else by the settings."""
     said = _parse(metadata)
     listed = said.get("inputs") if isinstance(said, dict) else None
-    if not upstream.tensor_name and isinstance(listed, list) and all(map(_is_tensor, listed)) and listed:
+    known = tensor_defaults(upstream.tensor)
+    if not known.name and isinstance(listed, list) and all(map(_is_tensor, listed)) and listed:
         most = ELEMENTS_MAX // len(listed)
         return {each["name"]: _zeros(each["datatype"], each["shape"], most) for each in listed}
-    shape = [int(length) for length in upstream.tensor_shape.split(",")] if upstream.tensor_shape else [1, 1]
-    return {upstream.tensor_name or "input": _zeros(upstream.tensor_datatype or "FP32", shape)}
+    return {known.name or "input": _zeros(known.datatype or "FP32", list(known.shape) or [1, 1])}
 
 
 def _is_tensor(said: object) -> bool:

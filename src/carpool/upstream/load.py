@@ -7,6 +7,7 @@ from typing import NamedTuple
 _SOURCE = re.compile(
     r"((?:https?://[^\s/?#@]+|:[0-9]{1,5})?/[^\s#]*)#([A-Za-z_:][A-Za-z0-9_:]*)(?:/([0-9]{1,15}(?:\.[0-9]{1,9})?))?"
 )
+_HEADER = re.compile(r"[A-Za-z0-9_.-]+")
 
 
 class LoadSource(NamedTuple):
@@ -19,12 +20,15 @@ class LoadSource(NamedTuple):
     full: float
 
 
-def parse_load_source(text: str) -> LoadSource:
-    """A page of metrics, and a metric on it, as settings have them; raises ValueError."""
+def parse_load_source(text: str) -> LoadSource | None:
+    """A page of metrics, and a metric on it, as `upstream.load` has them; None for a header; raises ValueError."""
+    if not text or _HEADER.fullmatch(text):
+        return None
     match = _SOURCE.fullmatch(text)
     if match is None or not (full := float(match[3] or 1)):
         raise ValueError(
-            "must look like :8002/metrics#nv_gpu_utilization, /metrics#NAME/512 or http://host/metrics#NAME"
+            "must look like X-Load (a header), :8002/metrics#nv_gpu_utilization, /metrics#NAME/512 or "
+            "http://host/metrics#NAME"
         )
     return LoadSource(match[1], match[2], full)
 

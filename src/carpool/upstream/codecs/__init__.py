@@ -5,7 +5,7 @@ from carpool.upstream.codecs.base import Codec, ProtocolFaultError
 from carpool.upstream.codecs.json import JsonCodec
 from carpool.upstream.codecs.kserve_v1 import KServeV1Codec
 from carpool.upstream.codecs.kserve_v2 import KServeV2Codec, TensorCodec
-from carpool.upstream.codecs.tensors import TensorDefaults
+from carpool.upstream.codecs.tensors import tensor_defaults
 from carpool.upstream.codecs.texts import OpenAiCompletionsCodec, OpenAiEmbeddingsCodec, TeiEmbedCodec
 
 __all__ = [
@@ -25,20 +25,14 @@ def make_codec(
     outputs_field: str = "outputs",
     parameters_field: str = "parameters",
     model_version: str = "",
-    tensor_name: str = "",
-    tensor_datatype: str = "",
-    tensor_shape: str = "",
+    tensor: str = "",
     tensor_binary: bool = False,
     tokens_field: str = "tokens_used",
     version_field: str = "model_version",
     completion_text: bool = False,
 ) -> Codec:
-    """The codec of a protocol. Field names matter to `json`, the version to KServe, `tensor_…` to its V2.
-
-    `tensor_shape` is the shape with the batch dimension, as text: "1,3,224,224".
-    """
-    shape = tuple(int(dimension) for dimension in tensor_shape.split(",")) if tensor_shape else ()
-    tensors = TensorDefaults(tensor_name, tensor_datatype, shape, tensor_binary)
+    """The codec of a protocol. Field names matter to `json`, the version to KServe, `tensor…` to its V2."""
+    tensors = tensor_defaults(tensor, always_raw=tensor_binary)
     match protocol:
         case "json":
             return JsonCodec(inputs_field, outputs_field, parameters_field, tokens_field, version_field)

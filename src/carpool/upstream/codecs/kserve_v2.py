@@ -69,7 +69,7 @@ class TensorCodec(Codec):
         """A raw tensor as configured, packed; for BYTES, of one element."""
         name, datatype, shape = self.defaults.name, self.defaults.datatype, self.defaults.shape
         if not datatype:
-            raise Malformed("binary input is not set up for this model (`tensor_datatype`); send a tensor as JSON")
+            raise Malformed("binary input is not set up for this model (`upstream.tensor`); send a tensor as JSON")
         before = length_of(data) if datatype == "BYTES" else b""
         count = 1 if before else len(data) // max(1, DATATYPES[datatype].size)
         return pack_tensors([RawTensor(name, datatype, shape or (1, count), data)], before)

@@ -76,6 +76,12 @@ class TensorDefaults(msgspec.Struct, frozen=True):
     always_raw: bool = False
 
 
+def tensor_defaults(text: str, *, always_raw: bool = False) -> TensorDefaults:
+    """The same from `upstream.tensor`: a name, a datatype and a shape, as far as they are set."""
+    name, datatype, shape, *_ = *text.split(" "), "", "", ""
+    return TensorDefaults(name, datatype, tuple(map(int, shape.split(","))) if shape else (), always_raw)
+
+
 class _Given(msgspec.Struct, forbid_unknown_fields=True):
     """A tensor as a client writes it."""
 

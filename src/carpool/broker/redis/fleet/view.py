@@ -83,6 +83,8 @@ class Heartbeat(msgspec.Struct, frozen=True, omit_defaults=True):
     # Of a gateway: what comes, by model, for scaling; and of each process the processor cores that it uses.
     demand: dict[str, Demand] = {}
     cores: float = 0.0
+    # By model: synchronous requests without an outcome, and how many are admitted a second; where thresholds count.
+    queued: dict[str, tuple[int, float]] = {}
     # An operator looks at its live page: the others publish what happens at theirs.
     is_watched: bool = False
 
@@ -180,6 +182,11 @@ class FleetView(msgspec.Struct, frozen=True):
             for tier, rate in enumerate(member.heartbeat.wanted.get(model, ())[:tiers]):
                 found[tier] += rate if member.name != without else 0.0
         return found
+
+    def queued(self, model: str, without: str) -> list[tuple[int, float]]:
+        """What each live gateway but one has without an outcome, and admits a second."""
+        members = [member for member in self.live_gateways() if member.name != without]
+        return [member.heartbeat.queued.get(model, (0, 0.0)) for member in members]
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Endpoints that have answered no call well, and what becomes of their calls."""
