@@ -8,15 +8,17 @@
 
 from collections.abc import Collection, Iterator
 from math import ceil
+from operator import mul
 from typing import Any
 
 import msgspec
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 
 from carpool.core.clock import rfc3339
 from carpool.core.snapshot import (
     BatcherState,
+    CallCost,
     EndpointHealth,
     FleetState,
     GatewayState,
@@ -25,6 +27,7 @@ from carpool.core.snapshot import (
     ModelShare,
     ModelState,
     Status,
+    call_cost,
 )
 
 BEAT_BYTES_MAX = 256 * 1024
@@ -55,6 +58,8 @@ class ModelHeartbeat(msgspec.Struct, frozen=True, omit_defaults=True):
     quarantined: tuple[str, ...] = ()
     # Rule 4: `healthy_slots` and the limits of the endpoints, where one of them is no whole number. Only as written.
     exact: tuple[float, ...] = ()
+    # What a call takes, in seconds by term (batching/cost.py), once that is known.
+    cost: tuple[float, ...] = ()
 
 
 class Heartbeat(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -333,7 +338,17 @@ def _model_state(view: FleetView, model: str) -> ModelState:
         ],
         capacity_rps=round(sum(heartbeat.capacity_rps for heartbeat in heartbeats), 2),
         quarantined=view.quarantined(model),
+        cost=mean_cost(heartbeats),
     )
+
+
+def mean_cost(heartbeats: Collection[ModelHeartbeat]) -> CallCost | UnsetType:
+    """Over the slots of the batchers that know theirs."""
+    terms = len(CallCost.__struct_fields__)
+    known = [heartbeat for heartbeat in heartbeats if heartbeat.slots and len(heartbeat.cost) == terms]
+    slots = [heartbeat.slots for heartbeat in known]
+    by_term = zip(*(heartbeat.cost for heartbeat in known), strict=True)
+    return call_cost([sum(map(mul, term, slots)) / sum(slots) for term in by_term])
 
 
 def _facts(member: FleetMember) -> dict[str, Any]:
@@ -349,7 +364,7 @@ def _facts(member: FleetMember) -> dict[str, Any]:
 
 def _share_of(heartbeat: ModelHeartbeat) -> ModelShare:
     facts = msgspec.structs.asdict(heartbeat)
-    for own in ("endpoints", "batch_s", "probes", "retry_after_s", "is_open_to_others", "exact"):
+    for own in ("endpoints", "batch_s", "probes", "retry_after_s", "is_open_to_others", "exact", "cost"):
         del facts[own]
     return ModelShare(**facts)
 
