@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 import measuring
-from charts import Axis, Panel, draw
+from carpool.tools.charts import Axis, Panel, draw
 from keyed import SHARES, keyed
 from measuring import CARPOOL, MACHINE, ROOT, bench, console, free_port, process, show
 

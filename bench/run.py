@@ -8,7 +8,6 @@ compared with those of the last release (bench/kept.json). Sections:
 throughput  wrk, 3,000 connections, bench/floor/embedded.py and Carpool alternating, medians of three
 rate        10,000 requests a second for 30 s against 40 simulated GPUs of 200 ms, with `fixed` and with `adaptive`
 policy      `adaptive` against `fixed`, real processes, same arrivals, 32 slots of 200 ms, six rates
-virtual     the same on virtual time (bench/policy.py)
 fit         `batching.fit` off and auto with GPUs that pad, embedded and over Redis, beside virtual time
 memory      20,000 requests of 2 KB waiting, above idle
 soak        5 minutes at 5,000 requests a second: is the memory flat?
@@ -169,12 +168,6 @@ def policy(quick: bool) -> None:
     show("adaptive beside fixed, same arrivals, 32 simulated GPUs of 200 ms", rows)
 
 
-def virtual(quick: bool) -> None:
-    command = [sys.executable, str(HERE / "policy.py"), *(["--quick"] if quick else [])]
-    if subprocess.run(command, cwd=ROOT, check=False).returncode:
-        failures.append("bench/policy.py: a criterion fails on virtual time")
-
-
 def memory(quick: bool) -> None:
     """20,000 requests wait behind one slot that takes its time; how much more memory than at idle?"""
     count = 20_000
@@ -278,7 +271,6 @@ SECTIONS: dict[str, Callable[[bool], None]] = {
     "throughput": throughput,
     "rate": rate,
     "policy": policy,
-    "virtual": virtual,
     "fit": fit.fit,
     "memory": memory,
     "soak": soak,

@@ -24,11 +24,13 @@ from carpool.core.outcome import Outcome, Output
 from carpool.core.request import Request
 from carpool.settings import Settings
 from carpool.settings.schema import BatchingSettings, UpstreamSettings
+from carpool.tools.bench.tally import Segment
+from carpool.tools.simulate import Load
 from carpool.upstream.endpoint import UpstreamCall, UpstreamResponse
 from carpool.upstream.simulated import SimulatedEndpoint, SimulationSettings
 from carpool.virtual_time import VirtualClock
-from policy import MODEL, Scenario, draw_arrivals
 
+MODEL = "m"
 MAX_BATCH = 8
 # Of one call at a time, transfer included.
 CALL_S = 0.05
@@ -149,7 +151,7 @@ def main() -> None:
     for model in MODELS:
         for load in LOADS:
             rate = load * FULL_RPS
-            arrivals = draw_arrivals(Scenario("", ((options.seconds, rate, rate),)), random.Random(options.seed))
+            arrivals = list(Load(segments=[Segment(rate, options.seconds)], seed=options.seed).times())
             runs = [Run(model, slots, arrivals, options.seed).play() for slots in SETTINGS]
             table.add_row(model.name, f"{load:.0%}", *(run.cell() for run in runs))
     console.print(table)

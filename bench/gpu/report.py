@@ -15,7 +15,7 @@ from figures import ALONE, CURVE, MIXED, ONE_BY_ONE, RATE, REDIS, SATURATION, SE
 
 sys.path.append(str(Path(__file__).parents[1]))
 
-from charts import Axis, Panel, draw, draw_bars
+from carpool.tools.charts import Axis, Panel, draw, draw_bars
 
 ROOT = Path(__file__).parents[2]
 NAMES = {"minilm": "MiniLM-L6", "bert": "BERT-base", "tiny": "a tiny encoder"}

@@ -18,7 +18,7 @@ from carpool.core.clock import Clock, monotonic
 from carpool.core.errors import CarpoolError, QueueFull
 from carpool.core.ports import CallTraces, DeadLetters, FetchedQueue, LaneCounts, OtherBatchers, Sharing, Slots
 from carpool.core.request import DONE, Nobody, Request
-from carpool.core.snapshot import ModelNumbers, ModelState
+from carpool.core.snapshot import ModelNumbers, ModelState, call_cost
 from carpool.core.tensors import is_packed
 from carpool.face.intake import ServedModel, ServedTensors
 from carpool.face.octets import bytes_in, bytes_out
@@ -408,6 +408,7 @@ class ModelService(ModelFace):
             capacity_rps=round(self.capacity_rps(), 2),
             endpoints=self.fleet.endpoint_states(),
             quarantined=self.quarantine.of_model(self.name)[:QUARANTINED_SHOWN_MAX],
+            cost=call_cost(self.loop.cost.seconds_by_term),
         )
 
     def mean_batch_size(self) -> float:

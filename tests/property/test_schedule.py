@@ -6,7 +6,8 @@ from random import Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from carpool.tools.bench.run import Segment, arrivals, even_gaps, poisson_gaps
+from carpool.tools.bench.run import arrivals, even_gaps, poisson_gaps
+from carpool.tools.bench.tally import Segment
 
 rates = st.one_of(st.just(0.0), st.floats(0.1, 300))
 segment_lists = st.lists(st.builds(Segment, rates, st.floats(0.01, 3)), min_size=1, max_size=5)

@@ -22,7 +22,6 @@ from carpool.tools.bench.run import (
     TURNS,
     BadOption,
     BenchOptions,
-    Segment,
     TierLoad,
     arrivals,
     even_gaps,
@@ -35,7 +34,7 @@ from carpool.tools.bench.run import (
     turns,
 )
 from carpool.tools.bench.sizes import parse_sizes
-from carpool.tools.bench.tally import InputBytes, LogHistogram, Report, Tally, input_bytes
+from carpool.tools.bench.tally import InputBytes, LogHistogram, Report, Segment, Tally, input_bytes
 from carpool.upstream.simulated import read_call, vectors_json
 
 # Schedule

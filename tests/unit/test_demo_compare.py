@@ -4,13 +4,8 @@ from itertools import pairwise
 
 import pytest
 
-from carpool.tools.demo.compare import compare, fewest
+from carpool.tools.demo.compare import compare
 from carpool.tools.demo.panel import tier_shares
-
-
-@pytest.mark.parametrize("enough", [1, 2, 7, 35])
-def test_the_fewest_that_are_enough(enough: int) -> None:
-    assert fewest(lambda count: count >= enough, 1.0) == max(enough, 2)
 
 
 def test_carpool_needs_fewer_gpus() -> None:

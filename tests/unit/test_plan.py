@@ -11,10 +11,12 @@ from msgspec.structs import replace
 from carpool.broker.redis.fleet.memory import SHARE_MAX
 from carpool.broker.redis.keys import SHARDS_MAX
 from carpool.cli import main
+from carpool.cli.plan import verified_lines
 from carpool.core.scaling import BATCHER_RPS, GATEWAY_RPS
 from carpool.settings import load_settings, total_timeout_s
 from carpool.tools import plan
 from carpool.tools.plan import Plan, PlanError, Sizing, Workload, make_plan, shown
+from carpool.tools.verify import Checked, Verified, fewest
 
 DOCS = Path(__file__).parents[2] / "docs"
 WORK = Workload(
@@ -189,3 +191,96 @@ class TestCommand:
         out, err = capsys.readouterr()
         assert (out, err.count("\n")) == ("", 1)
         assert err.startswith(told)
+
+
+class TestVerify:
+    """The cases of docs/capacity.md at their usual rate, simulated."""
+
+    @pytest.mark.parametrize(
+        ("options", "lines"),
+        [
+            (
+                [],
+                "10,000/s, 42 GPUs: p99 208 ms, 76.4% busy -> p99 500 ms holds\n"
+                "the smallest that holds it: 32 GPUs: p99 210 ms, 97.0% busy",
+            ),
+            (
+                ["--batch", "50", "--batch-ms", "50"],
+                "10,000/s, 14 GPUs: p99 55 ms, 74.8% busy -> p99 500 ms holds\n"
+                "the smallest that holds it: 11 GPUs: p99 56 ms, 91.0% busy",
+            ),
+            (
+                ["--rate", "1000", "--batch", "32", "--batch-ms", "75", "--target", "0.7"],
+                "1,000/s, 4 GPUs: p99 100 ms, 74.9% busy -> p99 500 ms holds\n"
+                "the smallest that holds it: 3 GPUs: p99 113 ms, 78.8% busy",
+            ),
+        ],
+    )
+    def test_the_plans_of_others(self, options: list[str], lines: str, capsys: pytest.CaptureFixture[str]) -> None:
+        _, simulated = printed(capsys, *options, "--peak", "1", "--verify").split("Simulated\n")
+        told = simulated.split("\n\n")[0].split("\n")
+        # The engine may change a little before the pages have to: the fleets may not.
+        shape = re.compile(r"(\d+ GPUs): p99 (\d+) ms, ([\d.]+)% busy")
+        for now, then in zip(told, lines.split("\n"), strict=True):
+            assert shape.sub(r"\1", now.strip()) == shape.sub(r"\1", then)
+            figures, expected = shape.findall(now)[0], shape.findall(then)[0]
+            assert float(figures[1]) == pytest.approx(float(expected[1]), rel=0.05)
+            assert float(figures[2]) == pytest.approx(float(expected[2]), abs=2.0)
+
+    @pytest.mark.parametrize(
+        ("options", "told"),
+        [
+            # Ten GPUs would be busy all the time, as in the second plan there.
+            (
+                ["--rate", "10000", "--batch", "50", "--batch-ms", "50", "--target", "1"],
+                "too few: with no headroom the queue never shrinks\n  the smallest that holds it: 11 GPUs",
+            ),
+            # Room enough on paper, and waits that are too long all the same.
+            (
+                ["--rate", "1000", "--batch", "32", "--batch-ms", "75", "--target", "0.99", "--p99-ms", "105"],
+                "too few for p99 105 ms\n  the smallest that holds it: 4 GPUs",
+            ),
+        ],
+    )
+    def test_too_small_is_called_so(self, options: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main(["plan", *options, "--peak", "1", "--verify"]) == 1
+        assert told in capsys.readouterr().out
+
+    def test_a_wish_that_no_fleet_fulfils_is_called_so(self) -> None:
+        planned = Checked(3, 80.0, 1.0, 0.5, holds=False)
+        told = verified_lines(Verified(10.0, 75.5, planned, None))
+        assert told == [
+            "10/s, 3 GPUs: p99 80 ms, 50.0% busy -> too few for p99 75.5 ms",
+            "no fleet of twice the size holds it either",
+        ]
+
+    def test_json_has_both_rates(self, capsys: pytest.CaptureFixture[str]) -> None:
+        made = json.loads(printed(capsys, "--rate", "1000", "--batch", "32", "--batch-ms", "50", "--verify", "--json"))
+        assert [made["verified"][name]["rate"] for name in ("usual", "peak")] == [1000.0, 3000.0]
+        assert made["verified"]["peak"]["smallest"]["holds"]
+
+    @pytest.mark.parametrize(
+        ("options", "told"),
+        [
+            (["--p99-ms", "200"], "--p99-ms is 200, and a call alone takes 200: give more"),
+            (["--rate", "2e6"], "--verify takes 1,000,000/s, 4,096 GPUs"),
+            (["--rate", "1e4", "--batch-ms", "20000"], "give a part of the rate, or --peak 1"),
+        ],
+    )
+    def test_what_cannot_be_simulated(self, options: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+        p99 = () if "--p99-ms" in options else ("--p99-ms", "50000")
+        assert main(["plan", *options, *p99, "--verify"]) == 2
+        assert told in capsys.readouterr().err
+
+    @pytest.mark.parametrize("least", [1, 30])
+    @pytest.mark.parametrize("beyond", [0, 1, 2, 6, 27])
+    def test_the_fewest_that_are_enough(self, least: int, beyond: int) -> None:
+        asked: list[int] = []
+
+        def is_enough(count: int) -> bool:
+            asked.append(count)
+            return count >= least + beyond
+
+        assert fewest(is_enough, least) == least + beyond
+        assert len(set(asked)) == len(asked) <= 10
+        assert fewest(lambda count: False, least) is None

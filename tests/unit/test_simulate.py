@@ -5,6 +5,7 @@ import logging
 import re
 import shlex
 from collections.abc import Callable
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,10 @@ import pytest
 from carpool.cli import main
 from carpool.settings import Settings
 from carpool.settings.schema import BatchingSettings, SheddingSettings
-from carpool.tools.bench.run import Segment, TierLoad
+from carpool.tools.bench.run import TierLoad
 from carpool.tools.bench.sizes import parse_sizes
-from carpool.tools.simulate import Death, Gpus, Load, Simulated, Simulation
+from carpool.tools.bench.tally import Segment
+from carpool.tools.simulate import Away, Gpus, Load, Simulated, Simulation, parse_away
 from carpool.upstream.simulated import SimulationSettings
 from support.doc_blocks import blocks_of
 
@@ -27,11 +29,18 @@ CAPACITY_RPS = 4 * 64 / (CALL_MS / 1000)
 
 
 def run(
-    rate: float, seconds: float = 1.0, *, settings: Settings | None = None, gpus: Gpus | None = None, **load: Any
+    rate: float,
+    seconds: float = 1.0,
+    *,
+    settings: Settings | None = None,
+    gpus: Gpus | None = None,
+    moments: int = 0,
+    **load: Any,
 ) -> Simulated:
     """Four GPUs."""
     gpus = gpus or Gpus(count=4, each=SimulationSettings(latency_ms=CALL_MS))
-    return Simulation(settings or Settings(), Load(segments=[Segment(rate, seconds)], **load), gpus).run()
+    segments = [Segment(rate, seconds)]
+    return Simulation(settings or Settings(), Load(segments=segments, **load), gpus, moments=moments).run()
 
 
 @pytest.fixture
@@ -96,12 +105,12 @@ def test_where_gpus_pad_batches_of_a_size_serve_more() -> None:
 
 def test_nobody_is_failed_by_a_gpu_that_dies_beside_others() -> None:
     half = 0.5 * CAPACITY_RPS
-    gpus = Gpus(count=4, each=SimulationSettings(latency_ms=CALL_MS), deaths={1: Death(0.5, 1.5)})
+    gpus = Gpus(count=4, each=SimulationSettings(latency_ms=CALL_MS), away={1: [Away(0.5, 1.5)]})
     found = run(half, 2.0, warm_s=0.5, gpus=gpus)
     assert found.all.ok == found.all.offered
     # Its own time, less what it was dead.
     assert found.busy_share < run(half, 2.0, warm_s=0.5).busy_share
-    alone = Gpus(each=SimulationSettings(latency_ms=CALL_MS), deaths={1: Death(0.5)})
+    alone = Gpus(each=SimulationSettings(latency_ms=CALL_MS), away={1: [Away(0.5)]})
     assert 0 < run(100.0, gpus=alone).all.ok < 60
 
 
@@ -112,7 +121,7 @@ def test_without_shedding_requests_wait_as_long_as_they_may() -> None:
 
 
 def test_the_page_shows_what_its_command_prints(simulated: Callable[..., tuple[int, str, str]]) -> None:
-    command, shown = (block.text for block in blocks_of(DOCS / "simulate.md"))
+    command, shown, *_ = (block.text for block in blocks_of(DOCS / "simulate.md"))
     program, name, *arguments = shlex.split(command)
     status, printed, _ = simulated(*arguments)
     assert (program, name, status) == ("carpool", "simulate", 0)
@@ -129,17 +138,46 @@ def _rps(cell: str) -> float:
     return float(cell.removesuffix("/s").replace(",", ""))
 
 
+@pytest.mark.parametrize("rate", [500.0, 2000.0, 8000.0])
+def test_adaptive_waits_less_than_fixed_and_serves_as_much(rate: float) -> None:
+    """What decision 3 wants of it, on 32 GPUs of 200 ms."""
+    fixed, adaptive = (
+        run(
+            rate,
+            min(4.0, 8000 / rate),
+            warm_s=1.0,
+            gpus=Gpus(count=32),
+            settings=Settings(batching=BatchingSettings(policy=policy)),
+        )
+        for policy in ("fixed", "adaptive")
+    )
+    assert fixed.queue_ms.p50 and adaptive.queue_ms.p50 and fixed.queue_ms.p99 and adaptive.queue_ms.p99
+    assert adaptive.queue_ms.p50 <= fixed.queue_ms.p50 / 3 or rate > 2000
+    assert adaptive.queue_ms.p99 <= fixed.queue_ms.p99 + 2
+    assert adaptive.all.ok >= 0.995 * fixed.all.ok
+
+
+def test_a_gpu_may_start_late_and_die_twice() -> None:
+    away = parse_away(["2@1..2", "2@3"], ["2@0.5"], 2)
+    assert away == {2: [Away(-inf, 0.5), Away(1.0, 2.0), Away(3.0, inf)]}
+    gpus = Gpus(count=2, each=SimulationSettings(latency_ms=CALL_MS), away=away)
+    found = run(200.0, 4.0, warm_s=1.0, gpus=gpus, moments=8)
+    assert found.all.ok == found.all.offered
+    for number in (0, 2, 3, 6, 7):
+        assert 0 < found.moments[number].gpus_busy <= 1
+
+
 GPU = "sim:?latency_ms=50"
 SMALL = ("--rate", "200", "--seconds", "1", "--warm", "0.5", "--gpu", GPU)
 
 
 def test_values_of_a_setting_are_compared_in_one_table(simulated: Callable[..., tuple[int, str, str]]) -> None:
-    compare = (*SMALL, "--tiers", "paid=30,free=70", "--compare", "batching.policy=fixed,adaptive,pid")
+    compare = (*SMALL, "--tiers", "paid=30,free=70", "--compare", "policy=fixed,adaptive,pid")
     status, table, complaint = simulated(*compare)
     assert (status, complaint) == (0, "")
     heading, *rows = (re.split(r"  +", line.strip()) for line in table.splitlines())
     assert heading[:4] == ["batching.policy", "tier", "offered", "served"]
-    assert heading[-4:] == ["503", "other errors", "mean batch", "GPUs busy"]
+    assert heading[-5:] == ["503", "other errors", "mean batch", "GPUs busy", "a million"]
     policies = ("fixed", "adaptive", "pid")
     assert [row[:2] for row in rows] == [[policy, tier] for policy in policies for tier in ("all", "paid", "free")]
     assert len({row[2] for row in rows}) == 3  # the same requests
@@ -193,9 +231,9 @@ def test_a_schedule_takes_the_place_of_rate_and_seconds(simulated: Callable[...,
         (["--gpus", "0"], "--gpus"),
         (["--gpu", "http://gpu/"], "--gpu: a simulated GPU looks like sim:"),
         (["--gpu", "sim:?speed=1"], "--gpu: unknown key 'speed'"),
-        (["--dies", "1"], "--dies: '1' is not GPU@SECOND"),
-        (["--dies", "5@3"], "--dies: '5@3': there are GPUs 1 to 4 (--gpus)"),
-        (["--dies", "1@3..2"], "--dies: '1@3..2': a GPU dies once, and comes back after that"),
+        (["--dies", "1"], "--dies and --starts: '1' is not GPU@SECOND"),
+        (["--dies", "5@3"], "'5@3': there are GPUs 1 to 4 (--gpus)"),
+        (["--dies", "1@3..2"], "'1@3..2': a GPU comes back after it has died"),
         (["--tiers", "free=:70"], "--tiers: 'free=:70' is not NAME=SHARE"),
         (["--tiers", "gold=1"], "--tiers: there is no tier 'gold'; there are enterprise, paid, free"),
         (["--owners", "0"], "--owners"),

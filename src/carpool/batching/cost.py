@@ -70,6 +70,11 @@ class CostModel:
         return self._terms is not None
 
     @property
+    def seconds_by_term(self) -> tuple[float, ...]:
+        """Of an endpoint like the mean; empty while that is not known."""
+        return tuple(self._terms or ())
+
+    @property
     def is_padded(self) -> bool:
         """Rule 4: whether padding costs so much that it pays to avoid it."""
         return self._is_padded

@@ -37,7 +37,7 @@ The rules, for every policy:
     leaves the range of the output.
 
 Nothing here reads a clock, draws a random number or touches a socket: the same classes run in the gateway, on
-virtual time in `bench/policy.py`, and under property tests. The why: `docs/decisions/0003-adaptive-policy.md`.
+virtual time in `carpool simulate`, and under property tests. The why: `docs/decisions/0003-adaptive-policy.md`.
 """
 
 from math import inf, sqrt

@@ -125,6 +125,7 @@ def bench(
             connections=run.default_connections(segments) if connections is None else connections,
             payload_bytes=payload_bytes,
             sizes=drawn,
+            drawn=sizes,
             poison=poison,
             poison_every=poison_every,
             face=face,

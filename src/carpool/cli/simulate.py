@@ -20,13 +20,15 @@ if TYPE_CHECKING:
     from carpool.tools.bench.tally import TierReport
     from carpool.tools.simulate import Simulated
 
-EXIT_BAD_OPTION = 2
+EXIT_BAD_OPTION, EXIT_FAILED = 2, 1
+WARM_S = 5.0
 EPILOG = examples(
     "carpool simulate --rate 10000 --gpus 40",
     "carpool simulate --rate 2000 --gpus 5 --tiers enterprise=10,paid=30,free=60",
-    "carpool simulate --rate 2000 --gpus 8 --compare batching.policy=fixed,adaptive,pid",
+    "carpool simulate --rate 2000 --gpus 8 --compare policy=fixed,adaptive,pid",
     "carpool simulate --rate 200 --gpu 'sim:?latency_ms=2&padded_ms_per_kb=2' --sizes lognormal:240,0.9,2000",
-    "carpool simulate --rate 1000 --gpus 4 --dies 1@10..20",
+    "carpool simulate --rate 1000 --gpus 4 --dies 1-2@10..20 --svg run.svg",
+    "carpool simulate --trace .carpool/tracking.db --costs fleet.json",
 )
 
 
@@ -36,19 +38,50 @@ def simulate(
     ),
     seconds: Annotated[float, typer.Option(help="For how long, in virtual time.")] = 30.0,
     schedule: Annotated[str | None, typer.Option(help="In place of --rate and --seconds. " + SCHEDULE_HELP)] = None,
-    warm: Annotated[float, typer.Option(min=0, help="So many seconds of the first rate go before, uncounted.")] = 5.0,
-    gpus: Annotated[int, typer.Option(min=1, max=4096, help="How many GPUs there are, each an endpoint.")] = 4,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            help="In place of these and of --tiers and --owners: what came once. tracking.db; what `carpool requests "
+            "--json` printed; the report of `carpool bench --json`; or a JSON object a line, with `due_s`, and `tier`, "
+            "`owner`, `bytes` where they are known.",
+        ),
+    ] = None,
+    warm: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            help="So many seconds of the first rate go before, uncounted; of a trace, its first ones do not count.  "
+            "[default: 5; with --trace 0]",
+        ),
+    ] = None,
+    gpus: Annotated[
+        int | None,
+        typer.Option(
+            min=1, max=4096, help="How many GPUs there are, each an endpoint.  [default: 4, or as many as --costs has]"
+        ),
+    ] = None,
     gpu: Annotated[
         str, typer.Option(metavar="URL", help="How each of them behaves, as in upstream.endpoints.")
     ] = "sim:",
+    costs: Annotated[
+        Path | None,
+        typer.Option(
+            help="How long calls take, as a running gateway has learned it: a file with what its /internal/fleet says."
+        ),
+    ] = None,
     dies: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="GPU@SECOND[..SECOND]",
-            help="The GPU with this number, from 1 on, dies then, after the warming up, and may come back; may be "
+            metavar="GPU[-GPU]@SECOND[..SECOND]",
+            help="The GPUs with these numbers, from 1 on, die then, after the warming up, and may come back; may be "
             "repeated.",
         ),
     ] = None,
+    starts: Annotated[
+        list[str] | None,
+        typer.Option(metavar="GPU[-GPU]@SECOND", help="These GPUs serve only from then on; may be repeated."),
+    ] = None,
+    gpu_price: Annotated[float, typer.Option(min=0, help="What a GPU costs to buy, as in `carpool plan`.")] = 30_000.0,
     tiers: Annotated[
         str | None,
         typer.Option(
@@ -69,23 +102,28 @@ def simulate(
     compare: Annotated[
         str | None,
         typer.Option(
-            metavar="SECTION.KEY=A,B,…",
-            help="Run the same load once for each value. Example: batching.policy=fixed,adaptive,pid",
+            metavar="KEY=A,B,…",
+            help="Run the same load once for each value of a setting. Example: policy=fixed,adaptive,pid",
         ),
     ] = None,
     config: Annotated[
         Path | None, typer.Option("--config", metavar="FILE", help="The configuration file; also CARPOOL_CONFIG.")
     ] = None,
+    svg: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Also draw rates, p99 and busy GPUs over time.")
+    ] = None,
     json: Json = False,
 ) -> None:
     """Run Carpool's own engine, load shedding included, on virtual time against simulated GPUs.
 
-    It prints latencies, refusals and how busy the GPUs are. Settings are the usual ones, of carpool.toml and the
-    environment, for the model that is meant when a client names none. The command serves and calls nothing.
+    It prints latencies, refusals, how busy the GPUs are and what they cost. Settings are the usual ones, of
+    carpool.toml and the environment, for the model that is meant when a client names none. The command serves and
+    calls nothing.
     """
     from carpool.tools import simulate as tool
     from carpool.tools.bench.run import BadOption, option, parse_schedule, parse_tiers
     from carpool.tools.bench.sizes import parse_sizes
+    from carpool.tools.traces import read_costs, read_trace
     from carpool.upstream.simulated import parse_sim_url
 
     try:
@@ -95,42 +133,70 @@ def simulate(
             shares = parse_tiers(tiers, with_keys=False) if tiers is not None else []
         with option("--sizes"):
             drawn = parse_sizes(sizes, seed)
-        with option("--dies"):
-            deaths = tool.parse_deaths(dies or [], gpus)
         with option("--set"):
             given = dict(map(tool.parse_setting, settings or []))
         with option("--compare"):
             path, values = tool.parse_compared(compare) if compare is not None else ("", [""])
+            if path and svg is not None:
+                raise BadOption("a picture is of one run; leave --svg out")
         try:
             each = parse_sim_url(gpu)
         except ValueError as fault:
             raise BadOption(f"--gpu: {fault}") from None
+        variants = [_load_settings(given | ({path: value} if path else {}), config) for value in values]
+        count = 4
+        with option("--costs"):
+            if costs is not None:
+                each, count = read_costs(costs, variants[0].model, each)
+        count = count if gpus is None else gpus
+        with option("--dies and --starts"):
+            away = tool.parse_away(dies or [], starts or [], count)
         load = tool.Load(
             segments=segments,
-            warm_s=warm,
+            warm_s=WARM_S if warm is None else warm,
             tiers=shares,
             owners=owners,
             sizes=drawn,
             payload_bytes=payload_bytes,
             seed=seed,
         )
-        variants = [_load_settings(given | ({path: value} if path else {}), config) for value in values]
-        fleet = tool.Gpus(count=gpus, each=each, deaths=deaths)
-        with _undisturbed():
-            runs = [tool.Simulation(variant, load, fleet).run() for variant in variants]
+        if trace is not None:
+            with option("--trace"):
+                load = tool.recorded_load(read_trace(trace, variants[0].model), load, warm or 0.0)
+        fleet = tool.Gpus(count=count, each=each, away=away, price=gpu_price)
+        moments = 0 if svg is None else tool.MOMENTS
+        with undisturbed():
+            runs = [tool.Simulation(variant, load, fleet, moments=moments).run() for variant in variants]
     except BadOption as fault:
         leave(str(fault), EXIT_BAD_OPTION, "simulate")
+    if svg is not None:
+        try:
+            svg.write_text(tool.picture(runs[0]), encoding="utf-8")
+        except OSError as fault:
+            leave(f"--svg: {svg} cannot be written: {fault.strerror}", EXIT_FAILED, "simulate")
     if json:
         found = {value: msgspec.to_builtins(run) for value, run in zip(values, runs, strict=True)}
         print_json({"compared": path, "runs": found} if path else found[""])
         return
     rows = [[value, *row] for value, run in zip(values, runs, strict=True) for row in _rows(run)]
-    columns = ("tier", "offered", "served", "p50", "p95", "p99", "503", "other errors", "mean batch", "GPUs busy")
+    columns = (
+        "tier",
+        "offered",
+        "served",
+        "p50",
+        "p95",
+        "p99",
+        "503",
+        "other errors",
+        "mean batch",
+        "GPUs busy",
+        "a million",
+    )
     print_table((path, *columns) if path else columns, rows if path else [row[1:] for row in rows])
 
 
 @contextmanager
-def _undisturbed() -> Iterator[None]:
+def undisturbed() -> Iterator[None]:
     """With few passes of the garbage collector, as app.py, and no log of GPUs that fail, which the figures tell."""
     logger, only_defects, thresholds = logging.getLogger("carpool"), logging.StreamHandler(), gc.get_threshold()
     only_defects.addFilter(_is_defect)
@@ -167,7 +233,11 @@ def _rows(run: "Simulated") -> list[list[str]]:
     mean = "-" if run.batch_mean is None else f"{run.batch_mean:.1f}"
     tiers = run.tiers if len(run.tiers) > 1 else {}
     rows = [_row(name, tier, run.seconds) for name, tier in [("all", run.all), *tiers.items()]]
-    rows[0] += [mean, f"{run.busy_share:.1%}"]
+    rows[0] += [
+        mean,
+        f"{run.busy_share:.1%}",
+        "-" if run.money_per_million is None else f"{run.money_per_million:,.2f}",
+    ]
     return rows
 
 

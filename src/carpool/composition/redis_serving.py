@@ -190,4 +190,5 @@ def model_heartbeat(service: ModelService) -> ModelHeartbeat:
         retry_after_s=service.pool.retry_after_s() if service.pool.is_down else 0,
         endpoints=tuple(state.endpoints),
         quarantined=tuple(service.quarantined_here()),
+        cost=service.loop.cost.seconds_by_term,
     )

@@ -76,6 +76,21 @@ def problem_of(endpoints: Iterable[tuple[str, str]]) -> str:
     return " ".join((*first, f"(and {len(more)} more like it)" if more else "")).strip()
 
 
+class CallCost(Page, frozen=True, kw_only=True):
+    """What a call takes, learned from the calls themselves: the sum of these, each times what it is for."""
+
+    call_ms: float
+    input_ms: Annotated[float, Meta(description="for each input")]
+    kb_ms: Annotated[float, Meta(description="for each KB (1,000 bytes) of its inputs")]
+    padding_kb_ms: Annotated[float, Meta(description="for each KB that inputs are short of the largest of the call")]
+
+
+def call_cost(seconds: Sequence[float]) -> CallCost | UnsetType:
+    """From seconds by term (batching/cost.py); not there while they are not known."""
+    milliseconds = (round(each * 1000, 6) for each in seconds)
+    return CallCost(**dict(zip(CallCost.__struct_fields__, milliseconds, strict=True))) if seconds else UNSET
+
+
 class ModelState(Page, frozen=True, kw_only=True):
     """One model and its endpoints."""
 
@@ -86,6 +101,7 @@ class ModelState(Page, frozen=True, kw_only=True):
     quarantined: Annotated[
         Sequence[str], Meta(description="owners whose inputs keep being refused, and who share no batch with others")
     ]
+    cost: Annotated[CallCost, Meta(description="once some calls have ended")] | UnsetType = UNSET
 
 
 class MemberState(Page, frozen=True, kw_only=True):

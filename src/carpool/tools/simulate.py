@@ -8,7 +8,7 @@
 
 import asyncio
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import cycle, repeat
 from math import inf
 from random import Random
@@ -25,9 +25,14 @@ from carpool.core.clock import Clock
 from carpool.core.outcome import Outcome, Output
 from carpool.core.request import Request
 from carpool.settings import Model, Settings, models_of, total_timeout_s
+from carpool.settings.keys import KEYS
 from carpool.settings.schema import UpstreamSettings
-from carpool.tools.bench.run import BadOption, Segment, TierLoad, arrivals, poisson_gaps, turns
-from carpool.tools.bench.tally import Tally, TierReport
+from carpool.tools.bench.run import BadOption, TierLoad, arrivals, gaps_of, turns
+from carpool.tools.bench.sizes import SIZE_MAX, parse_sizes
+from carpool.tools.bench.tally import Arrivals, Quantiles, Segment, SentLoad, Tally, TierReport
+from carpool.tools.charts import Panel, draw_over_time
+from carpool.tools.plan import MILLION, WRITE_OFF_YEARS, YEAR_S
+from carpool.tools.traces import Rows
 from carpool.upstream.endpoint import AttemptFailedError, NoAnswerError, UpstreamCall, UpstreamResponse
 from carpool.upstream.fleet import Address, MakeEndpoint
 from carpool.upstream.simulated import SimulatedEndpoint, SimulationSettings, read_call
@@ -38,7 +43,11 @@ TURN_S = 0.001
 GPUS_MAX, COMPARED_MAX = 4096, 20
 # A million requests take half a minute.
 RATE_MAX, SECONDS_MAX, REQUESTS_MAX = 1_000_000, 30 * 86_400, 100_000_000
-DEATH = re.compile(r"(\d{1,4})@(\d{1,9}(?:\.\d{1,6})?)(?:\.\.(\d{1,9}(?:\.\d{1,6})?))?")
+_SECOND = r"(\d{1,9}(?:\.\d{1,6})?)"
+DEATH = re.compile(rf"(\d{{1,4}})(?:-(\d{{1,4}}))?@{_SECOND}(?:\.\.{_SECOND})?")
+START = re.compile(rf"(\d{{1,4}})(?:-(\d{{1,4}}))?@{_SECOND}")
+# A picture has so many moments.
+MOMENTS = 120
 # What of the configuration an engine on virtual time goes by. The endpoints are given, and speak one protocol.
 SIMULATED = (
     "batching.",
@@ -48,10 +57,10 @@ SIMULATED = (
 )
 
 
-class Death(NamedTuple):
+class Away(NamedTuple):
     """From when to when a GPU answers nothing, in seconds of the time that counts."""
 
-    begins_s: float = inf
+    begins_s: float
     ends_s: float = inf
 
 
@@ -60,8 +69,10 @@ class Gpus(msgspec.Struct, frozen=True, kw_only=True):
 
     count: int = 1
     each: SimulationSettings = SimulationSettings()
-    # By number, from 1 on.
-    deaths: dict[int, Death] = {}
+    # By number, from 1 on; those of one GPU one after the other.
+    away: Mapping[int, Sequence[Away]] = {}
+    # To buy one.
+    price: float = 30_000.0
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,8 +86,9 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     # Of each tier; each of its requests is from any of them.
     owners: int = 100
     # Sizes of inputs, which requests take in turn; without any, each has `payload_bytes`.
-    sizes: list[int] = []
+    sizes: Sequence[int] = ()
     payload_bytes: int = 2000
+    arrivals: Arrivals = "poisson"
     seed: int = 1
 
     def __post_init__(self) -> None:
@@ -95,11 +107,88 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
 
     def times(self) -> Iterator[float]:
         """When each request comes, in seconds from the start of the warming up."""
-        return arrivals(self.all_segments(), poisson_gaps(Random(self.seed).random))
+        return arrivals(self.all_segments(), gaps_of(self.arrivals, self.seed))
+
+    def picks(self) -> Iterator[tuple[int, int]]:
+        """The tier of each request, as its number in `tiers`, and the number of its owner there."""
+        random, owners = Random(f"owners/{self.seed}").random, self.owners
+        return ((place, int(random() * owners)) for place in cycle(turns(self.tiers, self.seed) if self.tiers else [0]))
+
+    def values(self) -> Iterator[bytes]:
+        """The JSON of each input, made when it comes: inputs of all sizes at once may be more than the memory."""
+        return map(text_of, cycle(self.sizes)) if self.sizes else repeat(text_of(self.payload_bytes))
+
+    def owner_names(self, tier: str) -> Sequence[str]:
+        """All owners of a tier."""
+        return [f"{tier}-{number}" for number in range(self.owners)]
 
     def all_segments(self) -> list[Segment]:
         """With the warming up before them."""
         return [Segment(self.segments[0].rate, self.warm_s), *self.segments] if self.warm_s else self.segments
+
+
+class Recorded(Load, frozen=True, kw_only=True):
+    """What came once, and comes again at the same times; the first `warm_s` of it do not count."""
+
+    rows: Rows
+
+    def times(self) -> Iterator[float]:
+        """When each request comes, in seconds after the first one."""
+        return (at - self.rows.began_s for at in self.rows.times)
+
+    def picks(self) -> Iterator[tuple[int, int]]:
+        """The tier and the owner of each, by number."""
+        return zip(*self.rows.picks, strict=True)
+
+    def values(self) -> Iterator[bytes]:
+        """As long as each was, where that is known."""
+        if not any(self.rows.sizes):
+            return Load.values(self)
+        return (text_of(min(size or self.payload_bytes, SIZE_MAX)) for size in self.rows.sizes)
+
+    def owner_names(self, tier: str) -> Sequence[str]:
+        """All owners: each asked in the tiers that it did."""
+        return self.rows.owners
+
+
+def recorded_load(trace: Rows | SentLoad, load: Load, warm_s: float) -> Load:
+    """A trace in place of what a load has from its options. Raises BadOption."""
+    if isinstance(trace, SentLoad):
+        sizes = parse_sizes(trace.sizes, trace.seed)
+        return Load(
+            segments=trace.segments,
+            warm_s=warm_s,
+            tiers=[TierLoad(name, share, "") for name, share in trace.tiers.items()],
+            # A tier of `carpool bench` has one key.
+            owners=1,
+            # Its first request has number 1.
+            sizes=sizes[1:] + sizes[:1],
+            payload_bytes=trace.payload_bytes,
+            arrivals=trace.arrivals,
+            seed=trace.seed,
+        )
+    if (seconds := max(trace.seconds, 1.0) - warm_s) <= 0:
+        raise BadOption(f"the trace has {trace.seconds:,.1f} s: give less as --warm")
+    return Recorded(
+        rows=trace,
+        segments=[Segment(len(trace.times) / (warm_s + seconds), seconds)],
+        warm_s=warm_s,
+        tiers=[TierLoad(name, 1, "") for name in trace.tiers if name],
+        sizes=load.sizes,
+        payload_bytes=load.payload_bytes,
+        seed=load.seed,
+    )
+
+
+class Moment(msgspec.Struct, frozen=True):
+    """What happened since the moment before, by the second, and how busy the GPUs were."""
+
+    at_s: float
+    offered: float
+    served: float
+    refused: float
+    p99_ms: float | None
+    gpus_busy: float
 
 
 class Simulated(msgspec.Struct, frozen=True):
@@ -109,23 +198,40 @@ class Simulated(msgspec.Struct, frozen=True):
     batch_mean: float | None
     # Of the time of all slots of all GPUs.
     busy_share: float
+    money_per_year: float
+    # Of answers; None: there were none.
+    money_per_million: float | None
+    # How long answered requests waited for a slot.
+    queue_ms: Quantiles
     all: TierReport
     tiers: dict[str, TierReport]
+    moments: list[Moment] = []
 
 
-def parse_deaths(texts: Sequence[str], gpus: int) -> dict[int, Death]:
-    """The deaths in the syntax of --dies; raises BadOption."""
-    found: dict[int, Death] = {}
-    for text in texts:
+def parse_away(dies: Sequence[str], starts: Sequence[str], gpus: int) -> dict[int, list[Away]]:
+    """When GPUs are away, in the syntax of --dies and of --starts; raises BadOption."""
+    found: dict[int, list[Away]] = {}
+    for text in starts:
+        if (match := START.fullmatch(text)) is None:
+            raise BadOption(f"{text!r} is not GPU@SECOND or GPU-GPU@SECOND, such as 5@30 or 5-8@30")
+        _add(found, text, match, Away(-inf, float(match[3])), gpus)
+    for text in dies:
         if (match := DEATH.fullmatch(text)) is None:
-            raise BadOption(f"{text!r} is not GPU@SECOND or GPU@SECOND..SECOND, such as 1@30 or 1@30..60")
-        number, death = int(match[1]), Death(float(match[2]), float(match[3] or inf))
-        if not 1 <= number <= gpus:
-            raise BadOption(f"{text!r}: there are GPUs 1 to {gpus} (--gpus)")
-        if number in found or death.begins_s >= death.ends_s:
-            raise BadOption(f"{text!r}: a GPU dies once, and comes back after that")
-        found[number] = death
+            raise BadOption(f"{text!r} is not GPU@SECOND or GPU@SECOND..SECOND, such as 1@30, 1@30..60 or 1-4@30")
+        _add(found, text, match, Away(float(match[3]), float(match[4] or inf)), gpus)
     return found
+
+
+def _add(found: dict[int, list[Away]], text: str, match: re.Match[str], away: Away, gpus: int) -> None:
+    """Keep this of the GPUs that it is said of."""
+    first, last = int(match[1]), int(match[2] or match[1])
+    if not 1 <= first <= last <= gpus:
+        raise BadOption(f"{text!r}: there are GPUs 1 to {gpus} (--gpus)")
+    for number in range(first, last + 1):
+        spans = found.setdefault(number, [])
+        if away.begins_s >= away.ends_s or (spans and spans[-1].ends_s > away.begins_s):
+            raise BadOption(f"{text!r}: a GPU comes back after it has died, and dies again after that")
+        spans.append(away)
 
 
 def parse_setting(text: str) -> tuple[str, str]:
@@ -133,6 +239,8 @@ def parse_setting(text: str) -> tuple[str, str]:
     path, equals, value = text.partition("=")
     if not equals:
         raise BadOption(f"{text!r} is not SECTION.KEY=VALUE, such as batching.policy=fixed")
+    whole = [each for each in KEYS if each.endswith(f".{path}") and each.startswith(SIMULATED)]
+    path = whole[0] if len(whole) == 1 else path
     if not path.startswith(SIMULATED):
         listed = ", ".join(f"{each}*" if each.endswith(".") else each for each in SIMULATED)
         raise BadOption(f"{path!r} is no setting that a simulation goes by; these are: {listed}")
@@ -164,19 +272,19 @@ def read_briefly(body: bytes) -> BriefBatch:
 
 
 class Gpu(SimulatedEndpoint):
-    """A simulated GPU that may die, and come back."""
+    """A simulated GPU that may start later, die, and come back."""
 
-    def __init__(self, name: str, settings: SimulationSettings, death: Death, clock: Clock) -> None:
+    def __init__(self, name: str, settings: SimulationSettings, away: Sequence[Away], clock: Clock) -> None:
         super().__init__(name, settings, clock=clock)
-        self._death = death
+        self._away = away
         self._clock = clock
 
     async def post(self, call: UpstreamCall, timeout_s: float) -> UpstreamResponse:
         """Answer one call, unless it is dead, or dies before the answer."""
         if not await self.accepts_connections():
             raise AttemptFailedError("the GPU is dead")
-        now, dies_s = self._clock(), self._death.begins_s
-        lives_s = dies_s - now if now < dies_s else inf
+        now = self._clock()
+        lives_s = min((away.begins_s - now for away in self._away if now < away.begins_s), default=inf)
         try:
             async with asyncio.timeout(min(timeout_s, lives_s)):
                 answer = await self.gpu.infer(call.body, read_briefly)
@@ -189,7 +297,8 @@ class Gpu(SimulatedEndpoint):
 
     async def accepts_connections(self) -> bool:
         """As long as it lives."""
-        return not self._death.begins_s <= self._clock() < self._death.ends_s
+        now = self._clock()
+        return not any(away.begins_s <= now < away.ends_s for away in self._away)
 
 
 class Part(msgspec.Struct):
@@ -197,7 +306,7 @@ class Part(msgspec.Struct):
 
     tier: int
     target_s: float
-    owners: tuple[str, ...]
+    owners: Sequence[str]
     tally: Tally
     # Answers in the time that counts, also to requests that came before.
     answers: int = 0
@@ -206,18 +315,15 @@ class Part(msgspec.Struct):
 class Simulation:
     """One run. It is the waiter of every request. Raises BadOption if the load has a tier that is not configured."""
 
-    def __init__(self, settings: Settings, load: Load, gpus: Gpus) -> None:
+    def __init__(self, settings: Settings, load: Load, gpus: Gpus, *, moments: int = 0) -> None:
         self._load, self._gpus = load, gpus
         self._clock = VirtualClock()
         self._starts = self._clock()
         self._counts_from = self._starts + load.warm_s
         self._counts_until = self._counts_from + load.seconds
         self._settings = settings_for(settings, gpus.count)
-        self._random = Random(f"owners/{load.seed}").random
         self._parts = self._make_parts()
-        self._turns = cycle(turns(load.tiers, load.seed) if load.tiers else (0,))
-        # Made when they come: inputs of all sizes at once may be more than the memory.
-        self._values = map(text_of, cycle(load.sizes)) if load.sizes else repeat(text_of(load.payload_bytes))
+        self._picks, self._values = load.picks(), load.values()
         self._endpoints: list[Gpu] = []
         self._times = load.times()
         # When the next request comes.
@@ -225,12 +331,17 @@ class Simulation:
         self._number = self._under_way = 0
         self._none_left = asyncio.Event()
         self._busy_share = 0.0
+        # The moments of a picture, and the latencies since the last one.
+        self._moments: list[Moment] = []
+        self._moments_wanted = moments
+        self._lately: list[float] | None = [] if moments else None
 
     def run(self) -> Simulated:
         """Run it to the last outcome."""
         self._clock.run(self._run())
-        seconds, parts = self._load.seconds, self._parts
-        whole = parts[0].tally.whole or parts[0].tally
+        seconds, parts, whole = self._load.seconds, self._parts, self._whole
+        answers = sum(part.answers for part in parts)
+        money = self._gpus.count * self._gpus.price / WRITE_OFF_YEARS
 
         def report(tally: Tally, answers: int) -> TierReport:
             return replace(tally.tier_report(seconds), goodput=round(answers / seconds, 1))
@@ -239,8 +350,12 @@ class Simulation:
             seconds=round(seconds, 3),
             batch_mean=round(whole.told_batch / whole.batches, 2) if whole.batches else None,
             busy_share=round(self._busy_share, 4),
-            all=report(whole, sum(part.answers for part in parts)),
+            money_per_year=round(money, 2),
+            money_per_million=round(money / YEAR_S * seconds / answers * MILLION, 4) if answers else None,
+            queue_ms=whole.queue.quantiles(),
+            all=report(whole, answers),
             tiers={part.tally.name: report(part.tally, part.answers) for part in parts},
+            moments=self._moments,
         )
 
     def _make_parts(self) -> list[Part]:
@@ -253,9 +368,9 @@ class Simulation:
         for name in names:
             if name not in numbers:
                 raise BadOption(f"--tiers: there is no tier {name!r}; there are {', '.join(numbers)}")
-            owners = tuple(f"{name}-{number}" for number in range(self._load.owners))
             target_s = tiers[numbers[name]].target_ms / 1000
-            parts.append(Part(numbers[name], target_s, owners, Tally(name, whole)))
+            parts.append(Part(numbers[name], target_s, self._load.owner_names(name), Tally(name, whole)))
+        self._whole = whole or parts[0].tally
         return parts
 
     def _make_endpoints(self, model: Model) -> MakeEndpoint:
@@ -264,11 +379,11 @@ class Simulation:
 
         def make(address: Address) -> Gpu:
             number = numbers[address.url]
-            death = self._gpus.deaths.get(number, Death())
-            begins, ends = self._counts_from + death.begins_s, self._counts_from + death.ends_s
+            begins = self._counts_from
+            away = [Away(begins + each.begins_s, begins + each.ends_s) for each in self._gpus.away.get(number, ())]
             # Each draws its own faults and jitter.
             own = replace(gpu, seed=(seed if gpu.seed is None else gpu.seed) * GPUS_MAX + number)
-            self._endpoints.append(Gpu(f"gpu-{number}", own, Death(begins, ends), self._clock))
+            self._endpoints.append(Gpu(f"gpu-{number}", own, away, self._clock))
             return self._endpoints[-1]
 
         return make
@@ -285,12 +400,34 @@ class Simulation:
         """Until the last request has its outcome."""
         await asyncio.sleep(self._load.warm_s)
         busy_s = self._busy_s()
-        await asyncio.sleep(self._load.seconds)
+        if self._lately is None:
+            await asyncio.sleep(self._load.seconds)
+        else:
+            await self._watch(self._lately, self._load.seconds / self._moments_wanted)
         slots = self._gpus.count * self._gpus.each.slots
         self._busy_share = (self._busy_s() - busy_s) / (slots * self._load.seconds)
         self._none_left.clear()
         if self._under_way:
             await self._none_left.wait()
+
+    async def _watch(self, latencies: list[float], step_s: float) -> None:
+        """Note what happens, as often as is wanted."""
+
+        def counts() -> tuple[int, int, int, float]:
+            return self._whole.sent, sum(part.answers for part in self._parts), self._whole.errors, self._busy_s()
+
+        before = counts()
+        latencies.clear()
+        for number in range(1, self._moments_wanted + 1):
+            await asyncio.sleep(self._counts_from + number * step_s - self._clock())
+            now = counts()
+            came, served, refused, busy = ((after - first) / step_s for after, first in zip(now, before, strict=True))
+            latencies.sort()
+            p99_ms = latencies[int(0.99 * len(latencies))] * 1000 if latencies else None
+            slots = self._gpus.each.slots
+            self._moments.append(Moment(number * step_s, came, served, refused, p99_ms, busy / slots))
+            before = now
+            latencies.clear()
 
     def _busy_s(self) -> float:
         return sum(endpoint.gpu.stats().busy_seconds for endpoint in self._endpoints)
@@ -306,14 +443,14 @@ class Simulation:
     def _arrive(self, count: int) -> None:
         """Let in what came in this turn."""
         now, limits, admit, settings = self._clock(), self._limits, self._engine.admit, self._settings
-        parts, turns, values, random = self._parts, self._turns, self._values, self._random
+        parts, picks, values = self._parts, self._picks, self._values
         model, queue_s, deadline = settings.model, limits.queue_timeout_s, now + limits.total_timeout_s
-        is_counted, owners_count = now >= self._counts_from, self._load.owners
+        is_counted = now >= self._counts_from
         self._under_way += count
         for number in range(self._number, self._number + count):
-            part, value = parts[next(turns)], next(values)
-            tier, place, size = part.tier, now + part.target_s, len(value)
-            owner = part.owners[int(random() * owners_count)]
+            which, owner_number = next(picks)
+            part, value = parts[which], next(values)
+            tier, place, size, owner = part.tier, now + part.target_s, len(value), part.owners[owner_number]
             # By position: names would cost a tenth of what this tool itself costs.
             request = Request(
                 str(number), model, b"", value, size, tier, now, place, queue_s, deadline, self, part, owner
@@ -334,10 +471,26 @@ class Simulation:
         now, came = self._clock(), request.arrived
         if isinstance(outcome, Output):
             part.answers += self._counts_from <= now < self._counts_until
+            if self._lately is not None:
+                self._lately.append(now - came)
             if came >= self._counts_from:
-                part.tally.right(now - came, now, -1.0, outcome.call.batch_size)
+                part.tally.right(now - came, now, (request.taken - came) * 1000, outcome.call.batch_size)
         elif came >= self._counts_from:
             part.tally.failed(str(outcome.status), now - came, now)
+
+
+def picture(run: Simulated) -> str:
+    """What happened over time, as SVG."""
+    times = [moment.at_s for moment in run.moments]
+
+    def panel(title: str, **names: str) -> Panel:
+        return Panel(
+            title, times, {told: [getattr(each, name) for each in run.moments] for told, name in names.items()}
+        )
+
+    rates = panel("requests/s", offered="offered", served="served", refused="refused")
+    panels = [rates, panel("p99 (ms)", answered="p99_ms"), panel("GPUs", busy="gpus_busy")]
+    return draw_over_time(f"{run.all.offered:,} requests in {run.seconds:,g} s", "s", panels)
 
 
 def text_of(size: int) -> bytes:

@@ -93,7 +93,7 @@ export class Demo {
     $("d-revive").disabled = !dead.length;
     const side = (name, found) => {
       $(`d-${name}-p99`).textContent = !found ? "–" : found.p99_ms === null ? "∞ they cannot keep up" : `${number(found.p99_ms)} ms`;
-      $(`d-${name}-gpus`).textContent = found ? number(found.gpus_needed) : "–";
+      $(`d-${name}-gpus`).textContent = found?.gpus_needed ? number(found.gpus_needed) : "–";
     };
     side("one", comparison?.one_by_one);
     side("many", comparison?.carpool);

@@ -27,10 +27,9 @@ import msgspec
 from carpool.core.clock import monotonic
 from carpool.tools.bench.generator import LoadGenerator, Part, Target
 from carpool.tools.bench.payload import PAYLOAD_BYTES_MIN, PAYLOADS, RUN_ID_DIGITS, Face, Payload
-from carpool.tools.bench.tally import Report, Tally
+from carpool.tools.bench.tally import Arrivals, Report, Segment, SentLoad, Tally
 
 Mode = Literal["sync", "task"]
-Arrivals = Literal["poisson", "uniform"]
 KEY_VARIABLE = "CARPOOL_API_KEY"
 # Descriptors that are not connections: standard streams, the loop's own, libraries, room for reconnects.
 SPARE_FILES = 64
@@ -47,18 +46,6 @@ PROGRESS_S = 5.0
 
 class BadOption(ValueError):
     """An option cannot be used; the message says which and why, in one line, and shows no key."""
-
-
-class Segment(msgspec.Struct, frozen=True):
-    """A stretch of time with one rate."""
-
-    rate: float
-    duration_s: float
-
-    @property
-    def expected(self) -> float:
-        """How many arrivals this segment is expected to bring."""
-        return self.rate * self.duration_s
 
 
 def parse_duration(text: str) -> float:
@@ -107,6 +94,11 @@ def poisson_gaps(uniform: Callable[[], float]) -> Iterator[float]:
     """Endless exponential gaps of mean 1, from `uniform` numbers in [0, 1)."""
     while True:
         yield -log(1.0 - uniform())
+
+
+def gaps_of(kind: Arrivals, seed: int) -> Iterator[float]:
+    """Those of random arrivals, or of even ones."""
+    return even_gaps() if kind == "uniform" else poisson_gaps(Random(seed).random)
 
 
 def even_gaps() -> Iterator[float]:
@@ -204,8 +196,9 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
     segments: list[Segment]
     connections: int
     payload_bytes: int = 2000
-    # Sizes of inputs, which requests take in turn; without any, each has `payload_bytes`.
+    # Sizes of inputs, which requests take in turn; without any, each has `payload_bytes`. And how they were drawn.
     sizes: list[int] = []
+    drawn: str = "fixed"
     poison: str = ""
     poison_every: int = 0
     face: Face = "http"
@@ -357,6 +350,14 @@ async def drive(
         generator_busy=busy,
         tiers=tiers,
         sizes=options.sizes,
+        load=SentLoad(
+            segments=options.segments,
+            arrivals=options.arrivals,
+            seed=options.seed,
+            payload_bytes=options.payload_bytes,
+            sizes=options.drawn,
+            tiers={tier.name: tier.share for tier in options.tiers},
+        ),
     )
     if answers is not None:
         answers += _recorded(began, [generator.tally, *tiers])
@@ -387,12 +388,11 @@ def make_load(options: BenchOptions, target: Target, *, keep_record: bool = Fals
     if tiers:
         by_tier = [Part(payload(tier.key), counted) for tier, counted in zip(options.tiers, tiers, strict=True)]
         parts = [by_tier[place] for place in turns(options.tiers, options.seed)]
-    gaps = even_gaps() if options.arrivals == "uniform" else poisson_gaps(Random(options.seed).random)
     generator = LoadGenerator(
         target=target,
         tally=tally,
         parts=parts,
-        arrivals=arrivals(options.segments, gaps),
+        arrivals=arrivals(options.segments, gaps_of(options.arrivals, options.seed)),
         connections=options.connections,
         timeout_s=options.timeout_s,
         tasks=options.mode == "task",

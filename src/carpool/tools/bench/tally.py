@@ -5,8 +5,11 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from math import ceil, exp, log
+from typing import Literal
 
 import msgspec
+
+Arrivals = Literal["poisson", "uniform"]
 
 # Buckets grow by 1 %, and a bucket answers with its middle: half a percent of error at most.
 _BUCKETS_PER_E = 1 / log(1.01)
@@ -83,6 +86,31 @@ def input_bytes(sizes: Sequence[int], sent: int) -> InputBytes | None:
     return InputBytes(round(sum(taken) / len(taken), 1), taken[ceil(0.99 * len(taken)) - 1], taken[-1])
 
 
+class Segment(msgspec.Struct, frozen=True):
+    """A stretch of time with one rate."""
+
+    rate: float
+    duration_s: float
+
+    @property
+    def expected(self) -> float:
+        """How many arrivals this segment is expected to bring."""
+        return self.rate * self.duration_s
+
+
+class SentLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """What a run was to send: enough to make the same requests again."""
+
+    segments: list[Segment]
+    arrivals: Arrivals
+    seed: int
+    payload_bytes: int
+    # As --sizes has it.
+    sizes: str
+    # Shares by name.
+    tiers: dict[str, float]
+
+
 class TierReport(msgspec.Struct, frozen=True):
     """What became of one tier's requests."""
 
@@ -139,6 +167,8 @@ class Report(msgspec.Struct, frozen=True):
     input_bytes: InputBytes | None = None
     # With --tiers.
     tiers: dict[str, TierReport] = {}
+    # What it was to send: `carpool simulate --trace` takes it.
+    load: SentLoad | None = None
 
     @property
     def clean(self) -> bool:
@@ -237,6 +267,7 @@ class Tally:
         generator_busy: float,
         tiers: Iterable["Tally"] = (),
         sizes: Sequence[int] = (),
+        load: SentLoad | None = None,
     ) -> Report:
         """The result so far, after `sending_s` seconds of arrivals."""
         answered = self.ok + self.wrong
@@ -267,6 +298,7 @@ class Tally:
             retries=self.retries,
             input_bytes=input_bytes(sizes, self.sent),
             tiers={tier.name: tier.tier_report(duration_s) for tier in tiers},
+            load=load,
         )
 
     def tier_report(self, duration_s: float) -> TierReport:

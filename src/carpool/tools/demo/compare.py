@@ -7,7 +7,6 @@ as for one input, as GPUs do, about, as long as a batch does not fill them.
 
 import os
 import sys
-from bisect import bisect_left
 from collections.abc import Callable
 from heapq import heapify, heapreplace
 from math import ceil
@@ -18,9 +17,9 @@ import msgspec
 from carpool.batching.policy import PolicyName
 from carpool.settings import Settings
 from carpool.settings.schema import BatchingSettings, BrokerSettings, SheddingSettings, UpstreamSettings
-from carpool.tools.bench.run import Segment
-from carpool.tools.bench.tally import LogHistogram
+from carpool.tools.bench.tally import LogHistogram, Segment
 from carpool.tools.simulate import Gpus, Load, Simulation
+from carpool.tools.verify import fewest
 from carpool.upstream.simulated import SimulationSettings
 
 BATCHING = BatchingSettings()
@@ -31,7 +30,6 @@ P99_MS_MAX = 500.0
 SECONDS, ARRIVALS_MAX, ARRIVALS_MIN = 6.0, 4000, 50
 # The share of first arrivals that does not count: they find everything idle.
 WARM_UP = 0.2
-SPARE_GPUS = 32
 # Nobody waits so long.
 PATIENCE_S = 24 * 3600.0
 # A fleet that is busier than this is not enough, even if it keeps up for a few seconds.
@@ -47,7 +45,7 @@ def compare(rate: float, gpus: int, latency_ms: float, policy: PolicyName = "ada
     def side(p99_ms: Callable[[int], float], inputs_a_call: int) -> dict[str, Any]:
         # How many GPUs are busy all the time.
         busy = came / seconds * latency_ms / 1000 / inputs_a_call
-        needed = fewest(lambda count: p99_ms(count) <= P99_MS_MAX, busy)
+        needed = fewest(lambda count: p99_ms(count) <= P99_MS_MAX, max(1, ceil(busy / BUSY_MAX)))
         # Without a steady state latencies only tell how long the simulation ran.
         return {"p99_ms": round(p99_ms(gpus), 1) if busy < gpus else None, "gpus_needed": needed}
 
@@ -80,13 +78,6 @@ def carpool_p99_ms(load: Load, gpus: int, latency_ms: float, policy: PolicyName)
     gpu = SimulationSettings(latency_ms=latency_ms, max_batch=BATCHING.max_batch)
     found = Simulation(settings, load, Gpus(count=gpus, each=gpu)).run()
     return found.all.latency_ms.p99 or 0.0
-
-
-def fewest(is_enough: Callable[[int], bool], load: float) -> int:
-    """The smallest number of GPUs that is enough. `load`: how many are busy all the time; twice as many do not wait."""
-    low = max(1, ceil(load / BUSY_MAX))
-    counts = range(low, 2 * low + SPARE_GPUS)
-    return low + bisect_left(counts, True, key=is_enough)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,8 @@ from carpool.core.errors import Malformed
 from carpool.core.ports import Caller
 from carpool.face.http.exchange import Exchange
 from carpool.settings.schema import TierSettings
-from carpool.tools.bench.run import BenchOptions, Segment, TierLoad, default_connections
+from carpool.tools.bench.run import BenchOptions, TierLoad, default_connections
+from carpool.tools.bench.tally import Segment
 from carpool.tools.demo import reachable
 
 logger = logging.getLogger("carpool")

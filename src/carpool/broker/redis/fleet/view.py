@@ -9,16 +9,18 @@
 
 from collections.abc import Collection, Iterator
 from math import ceil
+from operator import mul
 from typing import Any
 
 import msgspec
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 
 from carpool.core.clock import rfc3339
 from carpool.core.scaling import Demand
 from carpool.core.snapshot import (
     BatcherState,
+    CallCost,
     EndpointHealth,
     FleetState,
     GatewayState,
@@ -27,6 +29,7 @@ from carpool.core.snapshot import (
     ModelShare,
     ModelState,
     Status,
+    call_cost,
 )
 
 BEAT_BYTES_MAX = 256 * 1024
@@ -65,6 +68,8 @@ class ModelHeartbeat(msgspec.Struct, frozen=True, omit_defaults=True):
     exact: tuple[float, ...] = ()
     # Rule 5: by endpoint, half of its calls took so long at most, and 99 %; empty where that is not known. As written.
     call_ms: tuple[tuple[float, ...], ...] = ()
+    # What a call takes, in seconds by term (batching/cost.py), once that is known.
+    cost: tuple[float, ...] = ()
 
 
 class Heartbeat(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -369,7 +374,17 @@ def _model_state(view: FleetView, model: str) -> ModelState:
         ],
         capacity_rps=round(sum(heartbeat.capacity_rps for heartbeat in heartbeats), 2),
         quarantined=view.quarantined(model),
+        cost=mean_cost(heartbeats),
     )
+
+
+def mean_cost(heartbeats: Collection[ModelHeartbeat]) -> CallCost | UnsetType:
+    """Over the slots of the batchers that know theirs."""
+    terms = len(CallCost.__struct_fields__)
+    known = [heartbeat for heartbeat in heartbeats if heartbeat.slots and len(heartbeat.cost) == terms]
+    slots = [heartbeat.slots for heartbeat in known]
+    by_term = zip(*(heartbeat.cost for heartbeat in known), strict=True)
+    return call_cost([sum(map(mul, term, slots)) / sum(slots) for term in by_term])
 
 
 def _facts(member: FleetMember) -> dict[str, Any]:

@@ -4,7 +4,7 @@ An x axis is logarithmic, for load from half to ten times; a y axis is linear fr
 """
 
 from collections.abc import Mapping, Sequence
-from math import log10
+from math import ceil, floor, log10
 from xml.sax.saxutils import escape
 
 import msgspec
@@ -12,7 +12,7 @@ import msgspec
 WIDTH, HEIGHT = 230, 170
 LEFT, TOP, GAP, BOTTOM = 52, 46, 24, 52
 # Middle tones: they stand out on white and on black.
-COLOURS = ("#2f7fd1", "#d08a1d", "#7a9a3a")
+COLOURS = ("#2f7fd1", "#d08a1d", "#7a9a3a", "#c0504d")
 STYLE = """
 text { font: 11px system-ui, sans-serif; fill: #444 }
 .title { font-weight: 600; fill: #222 }
@@ -47,16 +47,33 @@ class Panel(msgspec.Struct, frozen=True):
     series: Mapping[str, Sequence[float | None]]
 
 
+def ticks(most: float) -> tuple[float, ...]:
+    """Some four round values from 0 on, the last at or above `most`."""
+    most = most if most > 0 else 1.0
+    power = 10.0 ** floor(log10(most / 4))
+    step = next(power * each for each in (1, 2, 2.5, 5, 10) if power * each * 4 >= most * 0.999)
+    return tuple(round(step * number, 9) for number in range(ceil(most / step * 0.999) + 1))
+
+
+def draw_over_time(title: str, x_title: str, panels: Sequence[Panel]) -> str:
+    """Panels over the same time, each with an axis and a legend of its own."""
+    step = LEFT + WIDTH + GAP
+    height = TOP + HEIGHT + BOTTOM
+    parts = [_head(title, len(panels) * step, height)]
+    for number, panel in enumerate(panels):
+        values = [value for each in panel.series.values() for value in each if value is not None]
+        x, y = Axis(x_title, ticks(max(panel.x, default=1.0))), Axis("", ticks(max(values, default=1.0)))
+        parts.append(_legend(list(panel.series), (number + 1) * step, top=TOP - 18))
+        parts.append(f'<g transform="translate({LEFT + number * step} {TOP})">')
+        parts += [*_frame(panel.title, x, y, with_labels=True), *_lines(panel, x, y, with_dots=False), "</g>"]
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
 def draw(title: str, panels: Sequence[Panel], x: Axis, y: Axis, *, stacked: bool = False, mark: float = 0.0) -> str:
     """The whole picture. `stacked`: areas on top of one another; `mark`: a dashed line at this height."""
     width = LEFT + len(panels) * (WIDTH + GAP)
     height = TOP + HEIGHT + BOTTOM
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
-        f'role="img" aria-label="{escape(title)}"><style>{STYLE}</style>',
-        f'<text class="title" x="{LEFT}" y="16">{escape(title)}</text>',
-        _legend(list(panels[0].series), width),
-    ]
+    parts = [_head(title, width, height), _legend(list(panels[0].series), width)]
     for number, panel in enumerate(panels):
         parts.append(f'<g transform="translate({LEFT + number * (WIDTH + GAP)} {TOP})">')
         parts += _frame(panel.title, x, y, with_labels=number == 0)
@@ -71,11 +88,7 @@ def draw_bars(title: str, bars: Sequence[tuple[str, float, str]], *, label_width
     """Horizontal bars: what it is of, how much, and what is written behind it. The longest has the whole width."""
     width, height = label_width + 420, 34 + 26 * len(bars)
     longest = max((value for _, value, _ in bars), default=0.0) or 1.0
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
-        f'role="img" aria-label="{escape(title)}"><style>{STYLE}</style>',
-        f'<text class="title" x="4" y="16">{escape(title)}</text>',
-    ]
+    parts = [_head(title, width, height, left=4)]
     for number, (name, value, text) in enumerate(bars):
         top, length = 30 + 26 * number, round(300 * value / longest, 1)
         parts.append(
@@ -86,13 +99,21 @@ def draw_bars(title: str, bars: Sequence[tuple[str, float, str]], *, label_width
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
-def _legend(names: list[str], width: int) -> str:
+def _head(title: str, width: int, height: int, left: int = LEFT) -> str:
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
+        f'role="img" aria-label="{escape(title)}"><style>{STYLE}</style>\n'
+        f'<text class="title" x="{left}" y="16">{escape(title)}</text>'
+    )
+
+
+def _legend(names: list[str], width: int, top: int = 8) -> str:
     parts = []
     for number, name in enumerate(names):
         left = width - GAP - 90 * (len(names) - number)
         parts.append(
-            f'<rect x="{left}" y="8" width="10" height="10" rx="2" fill="{COLOURS[number]}"/>'
-            f'<text x="{left + 15}" y="17">{escape(name)}</text>'
+            f'<rect x="{left}" y="{top}" width="10" height="10" rx="2" fill="{COLOURS[number]}"/>'
+            f'<text x="{left + 15}" y="{top + 9}">{escape(name)}</text>'
         )
     return "".join(parts)
 
@@ -113,12 +134,12 @@ def _frame(title: str, x: Axis, y: Axis, *, with_labels: bool) -> list[str]:
     return parts
 
 
-def _lines(panel: Panel, x: Axis, y: Axis) -> list[str]:
+def _lines(panel: Panel, x: Axis, y: Axis, *, with_dots: bool = True) -> list[str]:
     parts = []
     for (name, values), colour in zip(panel.series.items(), COLOURS, strict=False):
         points = [(_x(x, at), _y(y, value)) for at, value in zip(panel.x, values, strict=True) if value is not None]
-        path = "M" + "L".join(f"{left} {top}" for left, top in points)
-        dots = "".join(f'<circle cx="{left}" cy="{top}" r="2.4"/>' for left, top in points)
+        path = "M" + "L".join(f"{left} {top}" for left, top in points) if points else ""
+        dots = "".join(f'<circle cx="{left}" cy="{top}" r="2.4"/>' for left, top in points if with_dots)
         parts.append(
             f'<g fill="{colour}"><title>{escape(name)}</title>{dots}'
             f'<path d="{path}" fill="none" stroke="{colour}" stroke-width="1.8"/></g>'
