@@ -1,4 +1,4 @@
-"""Who is refused where a tier has no room: whoever's own turn comes too late, by the number of owners and its own."""
+"""Who is refused where half of a tier's room is used: an owner whose own turn comes too late, by how many owners wait."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,7 +21,7 @@ def test_everybody_is_asked_for_its_own_turn(waiting: dict[str, int], allowed: i
     for owner in OWNERS + "x":
         own = waiting.get(owner, 0)
         turns = (own + 1) * (len(waiting) + (own == 0))
-        is_refused = sum(waiting.values()) >= allowed and turns >= allowed
+        is_refused = 2 * sum(waiting.values()) >= allowed and turns >= allowed
         assert (shedder.refusal_if_full(0, owner, 1.0) is not None) == is_refused
         shed += is_refused
     assert shedder.shed == [shed]

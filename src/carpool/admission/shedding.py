@@ -6,8 +6,9 @@
 2. The rule is turned around: a tier has *headroom* for so many more. That is counted anew every few milliseconds, from
    what truly waits; in between each admission takes a place. So most requests cost one comparison. While no tier has
    used half of its headroom, a count may be older: it shows too little headroom, and no request is refused by it.
-3. Where a tier has no room, the wait of the request's owner counts: inside a tier owners are served in turn, so an
-   owner with few requests waits behind as many of each other owner, not behind all that the busiest of them has.
+3. Half of what a tier may have waiting is for any request. Beyond that the wait of the request's owner counts: inside
+   a tier owners are served in turn, so an owner with few requests waits behind as many of each other owner, not behind
+   all that the busiest of them has; and one with many would wait for all that the others still bring.
 4. Bursts are served, standing queues are cut. The queue of a tier and those above it stands while more of them wait
    than a batch takes, and for a second after the last refusal: a queue that is short because the shedder cuts it still
    stands. In its first second a request for which there is no room may come in late: it may wait for as long as its
@@ -27,7 +28,9 @@
    heartbeats. Of the room that there was then, each gateway takes its part.
 8. Over Redis a gateway does not see which of its requests still wait and which are being served. It supposes that all
    slots are full: of each tier in proportion to what was served of it lately, and of each owner as many.
-9. One batch may always wait, however slow the model is: a slot that becomes free must find a full one.
+9. A slot that becomes free must find a full batch. So any request comes in while fewer wait than one batch takes, of
+   all tiers together, however slow the model is and whatever may overtake it. And with several slots, a tier may have
+   two batches waiting, before what goes ahead of it: only where some are left behind does the loop keep slots apart.
 10. Requests of different lanes share no batch. While several lanes wait, a request that joins a batch which is not full
     comes in: it costs no call. A request that opens a lane comes in if the calls of all lanes of its tier and above,
     its own among them unless its owner has no other, take no longer than it may wait (half of it if higher tiers come).
@@ -480,27 +483,28 @@ class LoadShedder:
         # Each of many gateways has an equal part of what runs, as of what may be let in late.
         running = min(sum(self._running), self._burst_rps * self._batch_s)
         waiting_late = sum(queue_stats.waiting for queue_stats in self._stats_by_tier) - running
-        is_quiet = True
+        is_quiet, all_waiting = True, self._all_waiting()
         if self._lanes is None:  # a gateway that has Redis again does not know what waits there
             self._lane_counts = [0] * len(self._tiers)
         elif now >= self._lanes_counted_at + RECOUNT_QUIET_S:
             # Not each time: there may be a thousand lanes. Meanwhile `_may_open_lane` counts those that open.
             self._lane_counts, self._lanes_counted_at = self._lanes.by_tier(), now
         for tier, rule in enumerate(self._tiers):
-            served = max(self.capacity[tier] * self.trust[tier] * rule.wait_max_s, self._batch[tier])
-            waiting = self._waiting(tier)
-            allowed = served - self._overtaking(tier) - (self._ahead(tier) - waiting)
+            capacity, batch = self.capacity[tier], self._batch[tier]
+            served = max(capacity * self.trust[tier] * rule.wait_max_s, min(capacity * self.call_s, 2 * batch))
+            waiting, batch_room = self._waiting(tier), batch - all_waiting
+            allowed = max(served - self._overtaking(tier) - (self._ahead(tier) - waiting), batch_room + waiting)
             if tier == self._lowest:
                 allowed = max(allowed, served * self._min_share)
-            room = allowed - waiting
+            room = max(allowed / 2 - waiting, batch_room)
             self._allowed[tier] = allowed
             # While late requests or several lanes wait, each arrival is looked at by itself.
             self.headroom[tier] = min(room, 0.0) if self._goes_before_late[tier] or self._lane_counts[-1] > 1 else room
             limit_s, late = self._limit_s(tier, now), -inf
             if limit_s > rule.wait_max_s:
                 most, first = self._burst_rps * self.trust[tier] * limit_s, self._overtaking_late(tier, limit_s)
-                if first < self._batch[tier] / 8:  # hardly any: the last batch may be full, which takes no longer
-                    most = ceil(most / self._batch[tier]) * self._batch[tier]
+                if first < batch / 8:  # hardly any: the last batch may be full, which takes no longer
+                    most = ceil(most / batch) * batch
                 late = most - first - waiting_late
             self._late_headroom[tier] = late - self.headroom[tier]
             is_quiet = is_quiet and allowed > 2 * waiting
