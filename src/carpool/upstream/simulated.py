@@ -11,7 +11,7 @@
 5. A batch with an input that is to be refused gets 400, one with poison 500, both whole: the API does not say which
    input it was.
 
-The usual batch, ASCII strings without escapes, is reversed without being decoded: about 150 µs for 64 of 2 KB.
+The usual batch, ASCII strings without escapes, is reversed as a whole, without being decoded.
 """
 
 import asyncio
@@ -133,6 +133,8 @@ class SimulatedBatch(NamedTuple):
     inputs: list[Raw]
     # Where the outputs go.
     field: bytes
+    # Its strings have ASCII characters only, and no escapes.
+    is_plain: bool
 
     def answer(self, count: int) -> UpstreamResponse:
         """The answer to the first `count` inputs."""
@@ -142,8 +144,7 @@ class SimulatedBatch(NamedTuple):
 def read_call(body: bytes) -> SimulatedBatch:
     """The batch in the body of a call; raises CallRefusedError."""
     try:
-        if not body.isascii():
-            body.decode()
+        is_ascii = body.isascii() or not body.decode()
         call = _decode_body(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         raise CallRefusedError("the body must be JSON with a list called `inputs` or `instances`") from None
@@ -155,7 +156,7 @@ def read_call(body: bytes) -> SimulatedBatch:
         raise CallRefusedError("the body must have one of `inputs` and `instances`")
     if not inputs:
         raise CallRefusedError("the batch is empty")
-    return SimulatedBatch(inputs, field)
+    return SimulatedBatch(inputs, field, is_ascii and b"\\" not in body)
 
 
 def first_of_vector(value: bytes) -> float:
@@ -178,26 +179,21 @@ def vectors_json(batch: SimulatedBatch, count: int, dimensions: int) -> bytes:
 
 def outputs_json(batch: SimulatedBatch, count: int) -> bytes:
     """The answer to the first `count` inputs of a batch."""
-    field = batch.field
-    outputs: list[bytes | bytearray] = []
-    for raw in batch.inputs[:count]:
-        value = bytearray(raw)
-        if value[0] != _QUOTE:
-            outputs.append(b'{"echo":' + value + b"}")
-        elif value.isascii() and b"\\" not in value:
-            value.reverse()  # the quotes change places, which makes no difference
-            outputs.append(value)
-        else:
-            outputs.append(msgspec.json.encode(_reversed_text(value)))
-    if not outputs:
-        return b'{"%b":[]}' % field
-    # Into the first and last part, so that the whole is copied only once.
-    outputs[0] = b'{"%b":[' % field + outputs[0]
-    outputs[-1] = outputs[-1] + b"]}"
-    return b",".join(outputs)
+    inputs = batch.inputs[:count]
+    if batch.is_plain and all([bytes(raw)[0] == _QUOTE for raw in inputs]):
+        outputs = bytearray(b",").join(reversed(inputs))
+        outputs.reverse()  # each string, and their order again; the quotes change places, which makes no difference
+    else:
+        outputs = bytearray(b",").join([_output_json(bytes(raw)) for raw in inputs])
+    return b"".join((b'{"', batch.field, b'":[', outputs, b"]}"))
 
 
-def _reversed_text(value: bytearray) -> str:
+def _output_json(value: bytes) -> bytes:
+    """The answer to one input."""
+    return msgspec.json.encode(_reversed_text(value)) if value[0] == _QUOTE else b'{"echo":%b}' % value
+
+
+def _reversed_text(value: bytes) -> str:
     try:
         return _decode_text(value)[::-1]
     except msgspec.DecodeError:
