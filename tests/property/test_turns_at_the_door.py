@@ -1,4 +1,4 @@
-"""Who is refused where half of a tier's room is used: an owner whose own turn comes too late, by how many owners wait."""
+"""Who is refused where half of a tier's room is used: an owner whose turn comes too late, by how many owners wait."""
 
 from hypothesis import given
 from hypothesis import strategies as st

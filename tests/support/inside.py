@@ -18,7 +18,7 @@ async def process_of(role: Role, **settings: Any) -> AsyncIterator[Process]:
     """As a command starts it; its settings by their names with `__` for the dot, or OpenTelemetry's variables."""
     flags = {"gateway.port": 0, "gateway.admin_port": 0, "gateway.drain_grace_s": 0, "tasks.journal": False}
     flags |= {name.replace("__", "."): value for name, value in settings.items()}
-    environ = {name: flags.pop(name) for name in list(flags) if name.startswith("OTEL_")}
+    environ = {name: str(flags.pop(name)) for name in list(flags) if name.startswith("OTEL_")}
     loaded = load_settings(settings_in(flags), environ=environ, file=None)
     constants = pytest.MonkeyPatch()
     for constant, value in constants_in(flags).items():

@@ -6,7 +6,8 @@ FAULTS.md asks for this as O1 and O2; `tests/chaos/test_overload.py` shows it wi
 import pytest
 
 from carpool.settings import Settings
-from carpool.tools.bench.run import Segment, TierLoad
+from carpool.tools.bench.run import TierLoad
+from carpool.tools.bench.tally import Segment
 from carpool.tools.simulate import Gpus, Load, Simulated, Simulation
 from carpool.upstream.simulated import SimulationSettings
 

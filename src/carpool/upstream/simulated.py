@@ -180,7 +180,7 @@ def vectors_json(batch: SimulatedBatch, count: int, dimensions: int) -> bytes:
 def outputs_json(batch: SimulatedBatch, count: int) -> bytes:
     """The answer to the first `count` inputs of a batch."""
     inputs = batch.inputs[:count]
-    if batch.is_plain and all([bytes(raw)[0] == _QUOTE for raw in inputs]):
+    if batch.is_plain and all(bytes(raw)[0] == _QUOTE for raw in inputs):
         outputs = bytearray(b",").join(reversed(inputs))
         outputs.reverse()  # each string, and their order again; the quotes change places, which makes no difference
     else:
