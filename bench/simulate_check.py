@@ -2,11 +2,10 @@
 
     .venv/bin/python bench/simulate_check.py [--only quiet,overload] [--runs 5] [--seconds 6] [--json FILE] [--keep]
 
-Six settings. Each runs in `carpool simulate`, and then for real: `carpool bench`, a `carpool serve` with one
-configuration file for both, and `carpool sim-gpu` behind it, all begun anew for each run. One seed gives both the same
-arrivals, tiers and sizes; the first seconds of both are not counted. What is compared are the medians of the runs, each
-with a seed of its own. It exits 1 if a figure is further off than it may be. `--keep` writes the table of
-docs/simulate.md, behind its mark.
+Six settings. Each runs in `carpool simulate`, and then for real: `carpool bench`, a new `carpool serve` with the same
+configuration file, and `carpool sim-gpu` behind it. One seed gives both the same arrivals, tiers and sizes; the first
+seconds of both are not counted. What is compared are the medians of the runs, each with a seed of its own. It exits 1
+if a figure is further off than it may be. `--keep` writes the table of docs/simulate.md, behind its mark.
 """
 
 import argparse
@@ -16,6 +15,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 from math import ceil
@@ -46,6 +46,7 @@ MARK = "<!-- `make simulate-check` with --keep writes what follows; changes made
 WARM_S = 2.0
 # A `carpool sim-gpu` process has two: half of the GPUs are killed by ending one of two processes.
 GPUS, GPUS_EACH = 4, 2
+INPUT_BYTES = 500
 DIES_S = 2.0
 # Nobody waits longer than the queue timeout, 2 s, and a call.
 STAY_S = 2.5
@@ -144,7 +145,7 @@ def simulate(setting: Setting, config: Path, seed: int, seconds: float) -> dict[
     """One run of `carpool simulate`: all requests, and each tier."""
     command = [*CARPOOL, "simulate", "--config", str(config), "--json", "--seed", str(seed)]
     command += ["--rate", f"{setting.rate:g}", "--warm", f"{WARM_S:g}", "--seconds", f"{seconds:g}", "--owners", "1"]
-    command += ["--sizes", setting.sizes, "--payload-bytes", "500"]
+    command += ["--sizes", setting.sizes, "--payload-bytes", str(INPUT_BYTES)]
     command += [
         "--gpus",
         str(GPUS),
@@ -165,38 +166,47 @@ def _figures_of_tier(tier: Mapping[str, Any]) -> Figures:
     return Figures(tier["goodput"], times["p50"] or 0.0, times["p99"] or 0.0, tier["offered"] - tier["ok"])
 
 
-@contextmanager
-def sim_gpus(setting: Setting) -> Iterator[tuple[str, int]]:
+class SimGpus(NamedTuple):
     """A process of simulated GPUs: the address of all of them, and the first port."""
+
+    address: str
+    port: int
+
+
+@contextmanager
+def sim_gpus(setting: Setting) -> Iterator[SimGpus]:
+    """Such a process, until the block ends."""
     port = free_port()
     last = port + GPUS_EACH - 1
     command = [*CARPOOL, "sim-gpu", "--port", str(port), "--workers", str(GPUS_EACH)]
     for key, value in setting.gpu.items():
         command += [f"--{key.replace('_', '-')}", str(value)]
     with process(command, last):
-        yield f"http://127.0.0.1:{port}-{last}/infer", port
+        yield SimGpus(f"http://127.0.0.1:{port}-{last}/infer", port)
 
 
-def real(setting: Setting, config: Path, tiers: str, seed: int, seconds: float) -> tuple[dict[str, Figures], float]:
-    """One run of a gateway, GPUs and `carpool bench`; the same figures, and how much of a core the gateway used."""
+def real(
+    setting: Setting, gpus: list[SimGpus], config: Path, tiers: str, seed: int, seconds: float
+) -> tuple[dict[str, Figures], float]:
+    """One run of a gateway and `carpool bench`; the same figures, and how much of a core the gateway used."""
     with ExitStack() as stack, tempfile.TemporaryDirectory() as directory:
-        doomed = stack.enter_context(ExitStack())
-        groups = [doomed.enter_context(sim_gpus(setting))]
-        groups += [stack.enter_context(sim_gpus(setting)) for _ in range(GPUS // GPUS_EACH - 1)]
+        if setting.half_dies:
+            doomed = stack.enter_context(ExitStack())
+            gpus = [doomed.enter_context(sim_gpus(setting)), *gpus]
+            killer = threading.Thread(target=kill_in_time, args=(doomed, gpus))
         port, answers = free_port(), Path(directory) / "answers.jsonl"
         command = [*CARPOOL, "serve", "--config", str(config), "--port", str(port), "--data-dir", directory]
-        for address, _ in groups:
-            command += ["--upstream", address]
+        for each in gpus:
+            command += ["--upstream", each.address]
         gateway = stack.enter_context(process(command, port))
-        killer = threading.Thread(target=kill_in_time, args=(doomed, [first for _, first in groups]))
         if setting.half_dies:
             killer.start()
-        # Of the same rate twice, as the simulation has it: gaps are drawn alike.
+        # Twice the same rate, which is what --warm stands for: so the gaps are the same ones.
         flags = ["--schedule", f"{setting.rate:g}:{WARM_S:g}s,{setting.rate:g}:{seconds:g}s", "--seed", str(seed)]
         flags += ["--connections", str(max(100, round(setting.rate * STAY_S))), "--sizes", setting.sizes]
-        flags += ["--payload-bytes", "500", "--answers", str(answers)]
+        flags += ["--payload-bytes", str(INPUT_BYTES), "--answers", str(answers)]
         began, used_s = time.monotonic(), cpu_seconds(gateway.pid)
-        report = bench(port, *flags, *(["--tiers", tiers] if setting.has_tiers else []))
+        report = bench(port, *flags, *(["--tiers", tiers] if tiers else []))
         core = (cpu_seconds(gateway.pid) - used_s) / (time.monotonic() - began)
         if setting.half_dies:
             killer.join()
@@ -204,14 +214,15 @@ def real(setting: Setting, config: Path, tiers: str, seed: int, seconds: float) 
             failures.append(f"{setting.name}: {report['wrong']} wrong, {report['unanswered']} never answered")
         lines = [json.loads(line) for line in answers.read_text().splitlines()]
     found = {ALL: figures_of(lines, WARM_S, seconds)}
-    for tier in SHARES if setting.has_tiers else ():
+    for tier in SHARES if tiers else ():
         found[tier] = figures_of((each for each in lines if each["tier"] == tier), WARM_S, seconds)
     return found, core
 
 
-def kill_in_time(doomed: ExitStack, ports: list[int]) -> None:
-    """Once the first call has come: end this process of GPUs so long after it as the simulation has it."""
-    while not any(calls_of(port + number) for port in ports for number in range(GPUS_EACH)):
+def kill_in_time(doomed: ExitStack, gpus: list[SimGpus]) -> None:
+    """Once the first call has come: end these GPUs so long after it as the simulation has it."""
+    ports = [each.port + number for each in gpus for number in range(GPUS_EACH)]
+    while not any(map(calls_of, ports)):
         time.sleep(0.01)
     time.sleep(WARM_S + DIES_S)
     doomed.close()
@@ -226,28 +237,32 @@ def calls_of(port: int) -> int:
 
 def compare(setting: Setting, runs: int, seconds: float) -> list[Compared]:
     """One setting: so many runs of both sides."""
-    simulated: dict[str, list[Figures]] = {}
+    seeds = range(1, runs + 1)
     found: dict[str, list[Figures]] = {}
     cores = []
-    with tempfile.TemporaryDirectory() as directory:
+    with ExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        config, tiers = directory / "carpool.toml", ""
         batching = f"[batching]\nmax_batch = {setting.max_batch}\n"
-        config, tiers = Path(directory) / "carpool.toml", ""
         if setting.has_tiers:
-            config, _, _ = keys = keyed(Path(directory), batching)
-            tiers = keys.tiers
+            tiers = keyed(directory, batching).tiers
         else:
             config.write_text(batching)
-        for seed in range(1, runs + 1):
-            console.print(f"{setting.name}, run {seed} of {runs} ...")
-            for who, figures in simulate(setting, config, seed, seconds).items():
-                simulated.setdefault(who, []).append(figures)
-            figures_by_tier, core = real(setting, config, tiers, seed, seconds)
+        console.print(f"{setting.name}: simulating ...")
+        with ThreadPoolExecutor(2) as threads:
+            simulated = list(threads.map(lambda seed: simulate(setting, config, seed, seconds), seeds))
+        # Those that are to die are begun for each run.
+        lasting = GPUS // GPUS_EACH - setting.half_dies
+        gpus = [stack.enter_context(sim_gpus(setting)) for _ in range(lasting)]
+        for seed in seeds:
+            console.print(f"{setting.name}: run {seed} of {runs} ...")
+            figures, core = real(setting, gpus, config, tiers, seed, seconds)
             cores.append(core)
-            for who, figures in figures_by_tier.items():
-                found.setdefault(who, []).append(figures)
+            for who, each in figures.items():
+                found.setdefault(who, []).append(each)
     return [
-        Compared(setting.name, who, medians(simulated[who]), medians(found[who]), round(median(cores), 2))
-        for who in simulated
+        Compared(setting.name, who, medians(each[who] for each in simulated), medians(figs), round(median(cores), 2))
+        for who, figs in found.items()
     ]
 
 
