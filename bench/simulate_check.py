@@ -42,7 +42,7 @@ from measuring import (
 )
 
 PAGE = ROOT / "docs" / "simulate.md"
-MARK = "<!-- `make simulate-check` with --keep writes what follows; changes made below are lost. -->\n"
+MARK = "<!-- `bench/simulate_check.py --keep` writes what follows; changes made below are lost. -->\n"
 WARM_S = 2.0
 # A `carpool sim-gpu` process has two: half of the GPUs are killed by ending one of two processes.
 GPUS, GPUS_EACH = 4, 2
@@ -65,14 +65,14 @@ class Setting(NamedTuple):
     half_dies: bool = False
 
 
-# Four GPUs of 200 ms and 16 inputs a batch do 320 a second, as do those of 100 ms and 8 inputs.
+# Four GPUs of 200 ms and 16 inputs a batch do 320 a second.
 SETTINGS = (
     Setting("quiet", 20, gpu={"latency_ms": 50}),
     Setting("busy", 240),
     Setting("2 x overload", 640),
     Setting("three tiers", 480, has_tiers=True),
-    Setting("padded GPUs", 160, gpu={"latency_ms": 20, "padded_ms_per_kb": 10}, sizes="lognormal:240,0.9,2000"),
-    Setting("half die", 280, gpu={"latency_ms": 100}, max_batch=8, half_dies=True),
+    Setting("padded GPUs", 160, gpu={"latency_ms": 100, "padded_ms_per_kb": 10}, sizes="lognormal:240,0.9,2000"),
+    Setting("half die", 280, half_dies=True),
 )
 
 
@@ -192,8 +192,9 @@ def real(
     with ExitStack() as stack, tempfile.TemporaryDirectory() as directory:
         if setting.half_dies:
             doomed = stack.enter_context(ExitStack())
-            gpus = [doomed.enter_context(sim_gpus(setting)), *gpus]
-            killer = threading.Thread(target=kill_in_time, args=(doomed, gpus))
+            short_lived = doomed.enter_context(sim_gpus(setting))
+            gpus = [short_lived, *gpus]
+            killer = threading.Thread(target=kill_in_time, args=(doomed, short_lived))
         port, answers = free_port(), Path(directory) / "answers.jsonl"
         command = [*CARPOOL, "serve", "--config", str(config), "--port", str(port), "--data-dir", directory]
         for each in gpus:
@@ -219,10 +220,9 @@ def real(
     return found, core
 
 
-def kill_in_time(doomed: ExitStack, gpus: list[SimGpus]) -> None:
-    """Once the first call has come: end these GPUs so long after it as the simulation has it."""
-    ports = [each.port + number for each in gpus for number in range(GPUS_EACH)]
-    while not any(map(calls_of, ports)):
+def kill_in_time(doomed: ExitStack, gpus: SimGpus) -> None:
+    """Once their first call has come: end these GPUs so long after it as the simulation has it."""
+    while not any(calls_of(gpus.port + number) for number in range(GPUS_EACH)):
         time.sleep(0.01)
     time.sleep(WARM_S + DIES_S)
     doomed.close()
