@@ -58,12 +58,13 @@ async def start_tracking(runtime: Runtime) -> Recorder | None:
 
 
 def make_recorder(runtime: Runtime, store: Store) -> Recorder:
-    """Who writes rows: of what ended, or also of what is in flight. The first has nothing to do when a request comes."""
-    settings, options = runtime.settings, {"buffer_max": BUFFER_MAX, "clock": runtime.clock}
+    """Who writes rows: of what ended, or also of what is in flight. The first does nothing when a request comes."""
+    settings, clock = runtime.settings, runtime.clock
     tiers = [tier.name for tier in settings.tiers]
     if not settings.tracking.in_flight:
-        return Recorder(store, tiers, **options)
-    return FlightRecorder(store, tiers, are_tasks_kept=settings.tasks.journal or bool(settings.broker.url), **options)
+        return Recorder(store, tiers, buffer_max=BUFFER_MAX, clock=clock)
+    are_tasks_kept = settings.tasks.journal or bool(settings.broker.url)
+    return FlightRecorder(store, tiers, buffer_max=BUFFER_MAX, clock=clock, are_tasks_kept=are_tasks_kept)
 
 
 def describe_tracking(recorder: Recorder | None) -> tuple[TrackingNumbers, ...]:

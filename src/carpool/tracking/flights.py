@@ -10,12 +10,13 @@
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from secrets import token_hex
-from typing import Any
 
 from carpool.core.batch import Batch
+from carpool.core.clock import Clock, monotonic
 from carpool.core.outcome import Outcome, Output
 from carpool.core.request import DONE, Request
 from carpool.tracking.recorder import WRITTEN_AT_ONCE, Recorder
@@ -33,8 +34,17 @@ Key = tuple[str, str]
 class FlightRecorder(Recorder):
     """Also everything that has not ended."""
 
-    def __init__(self, store: Store, tiers: Sequence[str], *, are_tasks_kept: bool, **options: Any) -> None:
-        super().__init__(store, tiers, **options)
+    def __init__(
+        self,
+        store: Store,
+        tiers: Sequence[str],
+        *,
+        buffer_max: int,
+        are_tasks_kept: bool,
+        clock: Clock = monotonic,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        super().__init__(store, tiers, buffer_max=buffer_max, clock=clock, wall=wall)
         self.writer = token_hex(8)
         self._are_tasks_kept = are_tasks_kept
         # What the store is not told yet; None: it is over.

@@ -59,7 +59,8 @@ MIGRATIONS = (
     """
     CREATE TABLE carpool_in_flight (
         writer text NOT NULL, id text NOT NULL, owner text NOT NULL, tier text NOT NULL, model text NOT NULL,
-        is_task boolean NOT NULL, status text NOT NULL, created_at timestamptz NOT NULL, changed_at timestamptz NOT NULL,
+        is_task boolean NOT NULL, status text NOT NULL,
+        created_at timestamptz NOT NULL, changed_at timestamptz NOT NULL,
         outcome_from timestamptz NOT NULL, outcome_until timestamptz NOT NULL, queue_ms double precision, batch_id text,
         batch_size integer NOT NULL, endpoint text, attempts integer NOT NULL,
         PRIMARY KEY (id, writer)

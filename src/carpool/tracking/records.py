@@ -14,8 +14,8 @@ Where `tracking.in_flight` is on, there is also a row for each request that wait
    the row itself: so it is done only where a write has failed.
 5. Both stores get the same statements: parameters are `$1`, `$2`, …, which a store may write in its own way.
 6. A row in flight has a writer: the process that took the request. If that process is gone, the request failed (GONE).
-   A task that is in the journal or in Redis outlives its process: its row has no writer (NOBODY), any process may change
-   it, the later change counts, and only after its deadline has passed without an outcome it failed.
+   A task that is in the journal or in Redis outlives its process: its row has no writer (NOBODY), any process may
+   change it, the later change counts, and only after its deadline has passed without an outcome it failed.
 7. An outcome beats a row in flight, whichever is written first: no question finds a row in flight whose request has an
    outcome. And it beats GONE, which a process may be called that only could not reach the database.
 """

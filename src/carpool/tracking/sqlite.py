@@ -85,7 +85,8 @@ REMOVE_FLIGHTS = """
     )"""
 REMOVE_LATE_FLIGHTS = f"""
     DELETE FROM carpool_in_flight WHERE rowid IN (
-        SELECT f.rowid FROM json_each(?) CROSS JOIN carpool_in_flight f ON f.id = value WHERE f.is_task AND {HAS_OUTCOME}
+        SELECT f.rowid FROM json_each(?) CROSS JOIN carpool_in_flight f ON f.id = value
+        WHERE f.is_task AND {HAS_OUTCOME}
     )"""
 # Of NOBODY, or of those who are gone (rule 6 of records.py).
 ARE_GONE = "(f.writer = '' AND f.outcome_until < ? OR f.writer IN (SELECT value FROM json_each(?)))"
