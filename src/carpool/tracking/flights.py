@@ -134,6 +134,8 @@ class FlightRecorder(Recorder):
             self._look_at = now + LOOK_EVERY_S
 
     async def _leave(self) -> None:
+        self.dropped["in_flight"] += len(self._changes)
+        self._changes.clear()
         await self.store.leave(self.writer)
 
     async def _write_flights(self) -> None:
