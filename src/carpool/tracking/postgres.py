@@ -28,6 +28,7 @@ from carpool.tracking.records import (
     Store,
     StoreAwayError,
     StoreUnusableError,
+    microseconds,
 )
 
 if TYPE_CHECKING:
@@ -106,12 +107,12 @@ ANNOUNCE = (
     "INSERT INTO carpool_writers (id, seen_at) VALUES ($1, now()) "
     "ON CONFLICT (id) DO UPDATE SET seen_at = now() RETURNING xmax = 0"
 )
-FORGET_WRITERS = f"DELETE FROM carpool_writers WHERE seen_at < now() - interval '{GONE_S} s'"
+FORGET_WRITERS = "DELETE FROM carpool_writers WHERE seen_at < now() - make_interval(secs => $1)"
 # Who removes a row makes the failed one of it: one process does, of many that look.
 FAIL_FLIGHTS = (
-    "WITH f AS (DELETE FROM carpool_in_flight each WHERE each.writer = '' AND each.outcome_until < now() OR "
+    "WITH f AS (DELETE FROM carpool_in_flight each WHERE each.writer = '' AND each.outcome_until < $1 OR "
     "each.writer <> '' AND NOT EXISTS (SELECT FROM carpool_writers w WHERE w.id = each.writer) RETURNING each.*) "
-    f"INSERT INTO carpool_requests ({GONE_COLUMNS}) SELECT {GONE_VALUES.format(now='now()', no='false')} "
+    f"INSERT INTO carpool_requests ({GONE_COLUMNS}) SELECT {GONE_VALUES.format(now='$1::timestamptz', no='false')} "
     f"FROM f WHERE NOT {HAS_OUTCOME}"
 )
 # What a process that was taken for gone takes back. It did not know for as long as the database was away.
@@ -180,11 +181,10 @@ class PostgresStore(Store):
         """Rows in flight whose writers are gone become failed ones, of this day."""
 
         async def work(connection: "asyncpg.Connection") -> None:
-            today = int(now // DAY_S)
-            await self._make_days(connection, "carpool_requests", {today - 1, today, today + 1})
+            await self._make_days(connection, "carpool_requests", {int(now // DAY_S)})
             async with connection.transaction():
-                await connection.execute(FORGET_WRITERS)
-                await connection.execute(FAIL_FLIGHTS)
+                await connection.execute(FORGET_WRITERS, GONE_S)
+                await connection.execute(FAIL_FLIGHTS, microseconds(now))
 
         await self._do(work)
 
