@@ -390,6 +390,10 @@ async def test_only_what_a_process_that_is_gone_had_fails(url: str) -> None:
 # Processes
 
 
+# A call is held as long as a test wants.
+HELD = {"tracking.in_flight": "true", "upstream.timeout_s": 100, "broker.total_timeout_s": 120}
+
+
 async def listed(url: str, *flags: str) -> dict[str, tuple[str, str | None]]:
     given = {"CARPOOL_TRACKING_STORE": "postgres", "CARPOOL_TRACKING_URL": url}
     done = await asyncio.to_thread(carpool, "requests", "--json", *flags, **given)
@@ -400,7 +404,7 @@ async def listed(url: str, *flags: str) -> dict[str, tuple[str, str | None]]:
 async def test_of_two_gateways_only_the_requests_of_the_killed_one_fail(url: str, tmp_path: Path) -> None:
     await init(url)
     short = {"carpool.tracking.postgres.GONE_S": 3.0, "carpool.tracking.flights.ANNOUNCE_EVERY_S": 0.5}
-    given = settings(url) | {"tracking.in_flight": "true", "carpool.tracking.flights.LOOK_EVERY_S": 0.5} | short
+    given = settings(url) | HELD | {"carpool.tracking.flights.LOOK_EVERY_S": 0.5} | short
     async with (
         scripted_upstream() as upstream,
         running_gateway(tmp_path / "one", upstream.url, settings=given) as one,
@@ -435,7 +439,7 @@ async def test_over_redis_a_task_is_seen_and_survives_the_gateway_that_took_it(
 ) -> None:
     """The row of a synchronous request says `queued` until its outcome: its gateway is not told when it is sent."""
     await init(url)
-    given = settings(url) | {"broker.namespace": tmp_path.name, "tracking.in_flight": "true"}
+    given = settings(url) | HELD | {"broker.namespace": tmp_path.name}
     async with scripted_upstream() as upstream, fleet_over(tmp_path, redis_server.url, given) as fleet:
         await fleet.add("gateway")
         await fleet.add("gateway")
@@ -463,7 +467,7 @@ async def test_over_redis_a_task_is_seen_and_survives_the_gateway_that_took_it(
 
 async def test_every_record_is_there_under_load_with_rows_in_flight(url: str, tmp_path: Path) -> None:
     await init(url)
-    given = settings(url) | {"tracking.in_flight": "true"}
+    given = settings(url) | HELD
     async with running_gateway(tmp_path, "sim:?latency_ms=300&slots=4", settings=given) as gateway:
         load = Load(gateway.port)
         await load.more(500)

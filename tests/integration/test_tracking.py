@@ -45,7 +45,7 @@ async def test_shared_seats_share_their_seconds_and_kept_results_cost_none(tmp_p
 async def test_what_a_killed_process_had_is_seen_and_failed_at_the_next_start(tmp_path: Path) -> None:
     """Synchronous requests fail with their process; a task is in the journal, and runs again."""
     (tmp_path / "carpool.toml").write_text('[tasks]\ndata_dir = "."\n[tracking]\nstore = "sqlite"\nin_flight = true\n')
-    settings = {"upstream.slots": 1, "batching.max_batch": 1}
+    settings = {"upstream.slots": 1, "batching.max_batch": 1, "upstream.timeout_s": 100, "broker.total_timeout_s": 120}
 
     async def listed(*flags: str) -> dict[str, tuple[str, str | None]]:
         done = await asyncio.to_thread(carpool, "requests", "--json", *flags, cwd=tmp_path)
