@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from itertools import permutations
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -395,8 +396,8 @@ HELD = {"tracking.in_flight": "true", "upstream.timeout_s": 100, "broker.total_t
 
 
 async def listed(url: str, *flags: str) -> dict[str, tuple[str, str | None]]:
-    given = {"CARPOOL_TRACKING_STORE": "postgres", "CARPOOL_TRACKING_URL": url}
-    done = await asyncio.to_thread(carpool, "requests", "--json", *flags, **given)
+    asked = partial(carpool, CARPOOL_TRACKING_STORE="postgres", CARPOOL_TRACKING_URL=url)
+    done = await asyncio.to_thread(asked, "requests", "--json", *flags)
     assert done.returncode == 0, done.stderr
     return {each["id"]: (each["status"], each["error"]) for each in json.loads(done.stdout)["requests"]}
 

@@ -10,6 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from carpool.core.batch import Batch
+from carpool.core.clock import monotonic
 from carpool.core.outcome import CallFacts, Output
 from carpool.core.request import QUEUED, RUNNING, Request
 from carpool.testing import Witness, make_request
@@ -21,22 +22,19 @@ from support.flights import STEPS, Step, told, write_steps
 from support.processes import until
 
 AT = 1_700_000_000.0
+OTHERS = st.lists(st.sampled_from([step for step in STEPS if step != "outcome"]))
 CALL = CallFacts(4, 0.2, endpoint="http://gpu", attempts=1, batch_id="b1", gpu_s=0.05)
 
 
 @settings(deadline=None, max_examples=80)
-@given(before=st.lists(st.sampled_from(STEPS)), after=st.lists(st.sampled_from(STEPS)), is_task=st.booleans())
+@given(before=OTHERS, after=OTHERS, is_task=st.booleans())
 @example(before=[], after=["queued"], is_task=True)
 @example(before=["queued", "look"], after=["processing", "look"], is_task=True)
 def test_any_order_of_writes_ends_in_the_outcome(before: list[Step], after: list[Step], is_task: bool) -> None:
     async def main(path: Path) -> None:
         store = SqliteStore(path, retention_days=10_000, bytes_max=2**30)
         try:
-            # A request has one outcome; a task may have had more than one end.
-            rest = [*before, *after] if is_task else [step for step in [*before, *after] if step != "outcome"]
-            cut = len(rest) if is_task else len([step for step in before if step != "outcome"])
-            steps: list[Step] = [*before, "outcome", *after] if is_task else [*rest[:cut], "outcome", *rest[cut:]]
-            await write_steps(store, "r", steps, AT, is_task=is_task)
+            await write_steps(store, "r", [*before, "outcome", *after], AT, is_task=is_task)
             assert await told(store, "r") == [("completed", None)] * 2
             [used] = await store.usage()
             assert (used.requests, used.failed) == (1, 0)
@@ -95,22 +93,22 @@ def test_what_is_in_flight_is_there_and_what_is_over_is_not(events: list[tuple[s
             await asyncio.sleep(0.002)
         elif event == "admitted" and request_id not in live:
             request_id = f"{request_id}-{number}"
-            made = make_request(request_id, Witness(), now=recorder_module.monotonic(), is_task=number % 2 == 1)
+            made = make_request(request_id, Witness(), now=monotonic(), is_task=number % 2 == 1)
             live[request_id] = made
             made.phase = QUEUED
             recorder.admitted(made)
         for key in [each for each in live if each.startswith(f"{request_id}-")][:1]:
             request = live[key]
-            batch = Batch("b", "m", 1, "full", recorder_module.monotonic())
+            batch = Batch("b", "m", 1, "full", monotonic())
             if event == "sent":
-                request.phase, request.taken, request.batch = RUNNING, recorder_module.monotonic(), batch
-                recorder.sent([request], "http://gpu", 1, recorder_module.monotonic())
+                request.phase, request.taken, request.batch = RUNNING, monotonic(), batch
+                recorder.sent([request], "http://gpu", 1, monotonic())
             elif event == "back" and request.phase == RUNNING:
-                request.phase, batch.ended = QUEUED, recorder_module.monotonic()
+                request.phase, batch.ended = QUEUED, monotonic()
                 recorder.ended(batch, [request])
             elif event in ("settled", "all_settled"):
                 output = Output(b"1", CALL)
-                request.settle(output, recorder_module.monotonic())
+                request.settle(output, monotonic())
                 if event == "settled":
                     recorder.settled(request, output)
                 else:
