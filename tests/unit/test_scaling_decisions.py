@@ -57,7 +57,7 @@ class TestUp:
     def test_small_batches_are_no_spare_capacity_while_requests_are_refused(self) -> None:
         """As with 200 lanes of one or two requests each: nobody else's would fit into a batch."""
         busy = load_of(300, works=20, busy_share=1.0, fill=0.14)
-        assert Fleet(20).after(600, busy) < 20
+        assert Fleet(20).after(600, busy) in range(5, 20)
         fleet = Fleet(20)
         assert fleet.after(20, msgspec.structs.replace(busy, refused_rps={"free": 100.0})) == 27  # 20 / 0.75
         assert fleet.after(3600, msgspec.structs.replace(busy, refused_rps={"free": 5.0})) == 27
