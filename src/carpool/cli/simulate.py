@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 import typer
@@ -28,6 +28,7 @@ EPILOG = examples(
     "carpool simulate --rate 2000 --gpus 8 --compare policy=fixed,adaptive,pid",
     "carpool simulate --rate 200 --gpu 'sim:?latency_ms=2&padded_ms_per_kb=2' --sizes lognormal:240,0.9,2000",
     "carpool simulate --rate 1000 --gpus 4 --dies 1-2@10..20 --svg run.svg",
+    "carpool simulate --schedule 300:30m,900:1h,300:2h --gpus 10 --scale --svg run.svg",
     "carpool simulate --trace .carpool/tracking.db --costs fleet.json",
 )
 
@@ -81,6 +82,17 @@ def simulate(
         list[str] | None,
         typer.Option(metavar="GPU[-GPU]@SECOND", help="These GPUs serve only from then on; may be repeated."),
     ] = None,
+    scale: Annotated[
+        bool,
+        typer.Option(
+            "--scale",
+            help="GPUs are ordered and given up as the rules of scaling say (docs/scaling-rules.md); --gpus are there "
+            "at first.",
+        ),
+    ] = False,
+    start_up: Annotated[
+        float, typer.Option(min=0, metavar="SECONDS", help="With --scale: how long a GPU that is ordered takes.")
+    ] = 180.0,
     gpu_price: Annotated[float, typer.Option(min=0, help="What a GPU costs to buy, as in `carpool plan`.")] = 30_000.0,
     tiers: Annotated[
         str | None,
@@ -94,6 +106,10 @@ def simulate(
         int, typer.Option(min=4, max=16 * 1024 * 1024, help="Size of each input's JSON value.")
     ] = 2000,
     sizes: Annotated[str, typer.Option(help=SIZES_HELP)] = "fixed",
+    arrivals: Annotated[
+        Literal["poisson", "uniform"],
+        typer.Option(help="Random gaps; or even ones, as the sum of very many clients has at a small rate."),
+    ] = "poisson",
     seed: Annotated[int, typer.Option(min=0, max=2**31, help="The same seed gives the same figures.")] = 1,
     settings: Annotated[
         list[str] | None,
@@ -158,12 +174,13 @@ def simulate(
             owners=owners,
             sizes=drawn,
             payload_bytes=payload_bytes,
+            arrivals=arrivals,
             seed=seed,
         )
         if trace is not None:
             with option("--trace"):
                 load = tool.recorded_load(read_trace(trace, variants[0].model), load, warm or 0.0)
-        fleet = tool.Gpus(count=count, each=each, away=away, price=gpu_price)
+        fleet = tool.Gpus(count=count, each=each, away=away, price=gpu_price, start_up_s=start_up if scale else None)
         moments = 0 if svg is None else tool.MOMENTS
         with undisturbed():
             runs = [tool.Simulation(variant, load, fleet, moments=moments).run() for variant in variants]
