@@ -5,7 +5,9 @@ import logging
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from math import ceil
 from pathlib import Path
+from statistics import mean
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
@@ -19,9 +21,12 @@ from carpool.settings.resolution import path_of
 if TYPE_CHECKING:
     from carpool.tools.bench.tally import TierReport
     from carpool.tools.simulate import Simulated
+    from carpool.tools.simulated_fleet import Scaled
 
 EXIT_BAD_OPTION, EXIT_FAILED = 2, 1
 WARM_S = 5.0
+# So many spans of time are told of where the fleet is scaled.
+SCALED_ROWS = 24
 EPILOG = examples(
     "carpool simulate --rate 10000 --gpus 40",
     "carpool simulate --rate 2000 --gpus 5 --tiers enterprise=10,paid=30,free=60",
@@ -125,9 +130,7 @@ def simulate(
     config: Annotated[
         Path | None, typer.Option("--config", metavar="FILE", help="The configuration file; also CARPOOL_CONFIG.")
     ] = None,
-    svg: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Also draw rates, p99 and busy GPUs over time.")
-    ] = None,
+    svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Also draw rates, p99 and GPUs over time.")] = None,
     json: Json = False,
 ) -> None:
     """Run Carpool's own engine, load shedding included, on virtual time against simulated GPUs.
@@ -210,6 +213,41 @@ def simulate(
         "a million",
     )
     print_table((path, *columns) if path else columns, rows if path else [row[1:] for row in rows])
+    for value, run in zip(values, runs, strict=True):
+        if run.scaled is not None:
+            _tell_scaled(f"{path}={value}: " if path else "", run, run.scaled)
+
+
+def _tell_scaled(name: str, run: "Simulated", scaled: "Scaled") -> None:
+    """How many GPUs there were, and how busy."""
+    steady = "the number was never steady"
+    if scaled.steady_busy_share is not None:
+        share, lowest, highest = scaled.steady_busy_share, scaled.steady_lowest, scaled.steady_highest
+        steady = f"busy for {share:.1%} of their time while all was steady ({lowest:.0%} to {highest:.0%})"
+    typer.echo(f"\n{name}{scaled.gpus_mean:,.1f} GPUs in the mean, {scaled.gpus_most:,} at most; {steady}")
+    rows, length = [], ceil(len(run.moments) / SCALED_ROWS)
+    for first in range(0, len(run.moments), length):
+        span = run.moments[first : first + length]
+        slowest = max((each.p99_ms for each in span if each.p99_ms is not None), default=None)
+        rows.append(
+            [
+                _clock_time(span[-1].at_s),
+                *(
+                    f"{mean(values):,.1f}/s"
+                    for values in zip(*((each.offered, each.refused) for each in span), strict=True)
+                ),
+                "-" if slowest is None else f"{slowest:,.1f} ms",
+                str(span[-1].gpus_wanted),
+                str(span[-1].gpus_there),
+                f"{mean(each.busy_share for each in span):.0%}",
+            ]
+        )
+    print_table(("until", "offered", "not served", "worst p99", "GPUs wanted", "there", "busy"), rows)
+
+
+def _clock_time(seconds: float) -> str:
+    whole = round(seconds)
+    return f"{whole // 3600}:{whole // 60 % 60:02}:{whole % 60:02}"
 
 
 @contextmanager

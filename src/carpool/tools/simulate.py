@@ -52,6 +52,8 @@ START = re.compile(rf"(\d{{1,4}})(?:-(\d{{1,4}}))?@{_SECOND}")
 GPU_URL = "http://gpu-"
 # A picture has so many moments; where the fleet is scaled, a day has some 5 minutes between two of them.
 MOMENTS, SCALED_MOMENTS = 120, 288
+# The time of a picture: what it is told in, from how many seconds on.
+TIME_UNITS = (("h", 3600.0, 7200.0), ("min", 60.0, 600.0), ("s", 1.0, 0.0))
 # What of the configuration an engine on virtual time goes by. The endpoints are given, and speak one protocol.
 SIMULATED = (
     "batching.",
@@ -536,16 +538,24 @@ class Simulation:
 
 def picture(run: Simulated) -> str:
     """What happened over time, as SVG."""
-    times = [moment.at_s for moment in run.moments]
+    unit, unit_s = next((name, each) for name, each, least in TIME_UNITS if run.seconds >= least)
+    times = [moment.at_s / unit_s for moment in run.moments]
 
     def panel(title: str, **names: str) -> Panel:
         return Panel(
             title, times, {told: [getattr(each, name) for each in run.moments] for told, name in names.items()}
         )
 
-    rates = panel("requests/s", offered="offered", served="served", refused="refused")
-    panels = [rates, panel("p99 (ms)", answered="p99_ms"), panel("GPUs", busy="gpus_busy")]
-    return draw_over_time(f"{run.all.offered:,} requests in {run.seconds:,g} s", "s", panels)
+    panels = [
+        panel("requests/s", offered="offered", served="served", refused="refused"),
+        panel("p99 (ms)", answered="p99_ms"),
+    ]
+    if run.scaled is None:
+        panels.append(panel("GPUs", busy="gpus_busy"))
+    else:
+        panels.append(panel("GPUs", wanted="gpus_wanted", there="gpus_there", busy="gpus_busy"))
+        panels.append(panel("busy share", **{"of those there": "busy_share"}))
+    return draw_over_time(f"{run.all.offered:,} requests in {run.seconds / unit_s:,g} {unit}", unit, panels)
 
 
 def text_of(size: int) -> bytes:
