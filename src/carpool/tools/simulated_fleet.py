@@ -14,12 +14,13 @@ import msgspec
 
 from carpool.composition.engine import Engine
 from carpool.composition.scaling import Demands, Scaling, own_loads
-from carpool.core.scaling import COOLDOWN_S, PEAK_S, PEAK_SHARE, Decisions
+from carpool.core import scaling
+from carpool.core.scaling import PEAK_SHARE, Decisions
 from carpool.tools.bench.tally import Segment
 from carpool.upstream.fleet import Address, MakeEndpoint
 
-# A fall to half takes four steps of a fifth, with 5 minutes before each.
-SETTLED_S = 4 * COOLDOWN_S
+# A fall to half takes four steps of a fifth, with a cooldown before each.
+STEPS_TO_HALF = 4
 
 
 class Change(msgspec.Struct, frozen=True):
@@ -156,7 +157,9 @@ def steady_shares(segments: Sequence[Segment], seen: Sequence[Seen]) -> list[flo
     shares = []
     for moment in seen:
         lately = [
-            (each.gpus_wanted, each.gpus_there) for each in seen if moment.at_s - COOLDOWN_S < each.at_s <= moment.at_s
+            (each.gpus_wanted, each.gpus_there)
+            for each in seen
+            if moment.at_s - scaling.COOLDOWN_S < each.at_s <= moment.at_s
         ]
         is_same = len(set(lately)) == 1 and moment.gpus_wanted == moment.gpus_there
         if is_same and _is_settled(segments, moment.at_s):
@@ -173,10 +176,11 @@ def _is_settled(segments: Sequence[Segment], at_s: float) -> bool:
     # The first rate came before, too.
     spans[0] = (-inf, *spans[0][1:])
 
-    def most_since(since: float) -> tuple[float, float]:
+    def rates_since(since: float) -> tuple[float, float]:
         rates = [rate for first, last, rate in spans if first < at_s and last > since]
         return min(rates), max(rates)
 
-    lowest, highest = most_since(at_s - SETTLED_S)
-    peak = most_since(at_s - PEAK_S - SETTLED_S)[1]
+    settled_s = STEPS_TO_HALF * scaling.COOLDOWN_S
+    lowest, highest = rates_since(at_s - settled_s)
+    _, peak = rates_since(at_s - scaling.PEAK_S - settled_s)
     return lowest == highest == rate and rate > PEAK_SHARE * peak
