@@ -161,15 +161,15 @@ def test_the_command_tells_how_many_and_draws_them(
     arguments += ["--gpu", "sim:?latency_ms=200", "--set", "batching.max_batch=1", "--arrivals", "uniform"]
     assert main([*arguments, "--svg", "run.svg"]) == 0
     printed = capsys.readouterr().out
-    assert "GPUs in the mean, 11 at most" in printed
+    assert "GPUs in the mean, 10 at most" in printed
     assert printed.splitlines()[-1].split()[:1] == ["0:01:30"]
-    assert printed.splitlines()[-1].split()[-3:-1] == ["11", "11"]
+    assert printed.splitlines()[-1].split()[-3:-1] == ["10", "10"]
     drawn = Path("run.svg").read_text()
     assert "<title>wanted</title>" in drawn
     assert main([*arguments, "--json"]) == 0
     found = msgspec.json.decode(capsys.readouterr().out, type=Simulated)
     assert found.scaled is not None
-    assert [each.gpus_wanted for each in found.scaled.changes][-1] == 11
+    assert [each.gpus_wanted for each in found.scaled.changes][-1] == 10
     assert "come" in found.scaled.changes[-1].why
     assert picture(found) == drawn
 
