@@ -9,10 +9,10 @@ WORKERS ?= 6
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup redis curl promtool postgresql chromium demo check test prometheus eyes pictures lint format docs protos bench overload budget gpu chaos fuzz interop clean pytest
+.PHONY: help setup redis curl promtool postgresql chromium demo check test prometheus eyes pictures lint format docs protos bench overload budget simulate-check gpu chaos fuzz interop clean pytest
 
 help: ## list the targets
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 22
 
 # The stamp is newer than the requirement files once the environment matches them.
 .venv/.ready: requirements/runtime.txt requirements/dev.txt pyproject.toml
@@ -103,6 +103,9 @@ overload: setup ## load from half to ten times the capacity, by tier: the pictur
 
 budget: setup redis .venv-interop/envoy/.ready ## where the time of a request goes, Envoy's hop included: the table of docs/observe.md (two minutes)
 	@$(BIN)/python bench/budget.py
+
+simulate-check: setup ## what carpool simulate says beside a real gateway: the table of docs/simulate.md (five minutes)
+	@$(BIN)/python bench/simulate_check.py
 
 # PyTorch is the one of $(PYTHON): it is no part of Carpool's own environment, whose packages are lent to it.
 gpu: setup redis ## a real model on this machine's GPU behind Carpool: the figures of docs/gpu.md (needs PyTorch; some minutes)

@@ -4,9 +4,12 @@ import asyncio
 import json
 import os
 import secrets
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
+from itertools import permutations
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,6 +33,7 @@ from carpool.tracking.records import (
     request_row,
 )
 from support.client import Connection, inference_body
+from support.flights import STEPS, flight, write_steps
 from support.postgres import PostgresServer, running_postgres
 from support.processes import PATIENCE_S, GatewayProcess, carpool, carpool_for, running_gateway, until
 from support.redis_fleet import fleet_over
@@ -317,7 +321,163 @@ async def test_a_commit_in_doubt_is_not_written_twice(url: str, server: Postgres
     assert await query(url, "SELECT count(*), count(DISTINCT id) FROM carpool_requests") == [(11, 11)]
 
 
+# In flight
+
+
+async def test_any_order_of_writes_ends_in_the_outcome(url: str) -> None:
+    async with store_at(url) as store:
+        await store.announce("w", [])
+        for is_task in (False, True):
+            for number, steps in enumerate(permutations(STEPS)):
+                await write_steps(store, f"{is_task} {number}", steps, NOW, is_task=is_task)
+    ends = await query(url, "SELECT error, count(*), count(DISTINCT id) FROM carpool_requests GROUP BY 1")
+    assert ends == [(None, 240, 240)]
+    async with store_at(url) as store:
+        found = await store.requests(RequestQuestion(limit=10_000))
+        assert {each.status for each in found} == {"completed"} and len(found) == 240
+        one = await store.find("True 7")
+        assert one is not None and one.status == "completed"
+
+
+async def test_a_row_in_flight_reads_back_as_it_was_written(url: str) -> None:
+    async with store_at(url) as store:
+        rows = [flight("r1", at=NOW, owner="böb"), flight("r2", "processing", at=NOW + 1), flight("r3", at=NOW - 1)]
+        await store.write_flights(rows, [])
+        await store.write_flights([flight("r3", "processing", at=NOW - 1, changed=NOW + 5)], [])
+        await store.write_flights([flight("r3", at=NOW - 1, changed=NOW)], [])  # late: it was sent meanwhile
+        found = await store.requests(RequestQuestion())
+        states = [(each.id, each.status, each.owner, each.batch_id, each.completed_at) for each in found]
+        assert states == [
+            ("r2", "processing", "alice", "b1", None),
+            ("r1", "queued", "böb", None, None),
+            ("r3", "processing", "alice", "b1", None),
+        ]
+        assert found[0].created_at == pytest.approx(NOW + 1, abs=2e-6) and found[0].latency_ms > DAY_S
+        assert [each.id for each in await store.requests(RequestQuestion(status="queued", owner="böb"))] == ["r1"]
+        assert await store.requests(RequestQuestion(is_failed=True)) == []
+        await store.write_flights([], [("w", "r1"), ("w", "r2"), ("other", "r3")])
+        assert [each.id for each in await store.requests(RequestQuestion())] == ["r3"]
+        with pytest.raises(BadRowsError):
+            await store.write_flights([flight("r4", at=NOW, owner="a\0b")], [])
+
+
+async def test_only_what_a_process_that_is_gone_had_fails(url: str) -> None:
+    """Many look at once. One that could not say that it lives takes back what was said of its requests."""
+    async with store_at(url) as one, store_at(url, is_made=False) as other, store_at(url, is_made=False) as third:
+        for store, writer in ((one, "one"), (other, "other")):
+            await store.announce(writer, [])
+        await one.write_flights([flight(f"r{n}", "processing", at=NOW, writer="one") for n in range(1500)], [])
+        await other.write_flights([flight("living", at=NOW, writer="other")], [])
+        await asyncio.gather(*(store.fail_gone(time.time()) for store in (one, other, third)))
+        assert await query(url, "SELECT status, count(*) FROM carpool_in_flight GROUP BY 1 ORDER BY 1") == [
+            ("processing", 1500),
+            ("queued", 1),
+        ]
+        assert await query(url, "SELECT count(*) FROM carpool_requests") == [(0,)]
+        await query(url, "UPDATE carpool_writers SET seen_at = now() - interval '31 s' WHERE id = 'one'")
+        await asyncio.gather(*(store.fail_gone(time.time()) for store in (one, other, third)))
+        failed = await query(url, "SELECT status, error, count(*) FROM carpool_requests GROUP BY 1, 2")
+        assert failed == [("failed", "process-gone", 1500)]
+        assert await query(url, "SELECT id FROM carpool_in_flight") == [("living",)]
+        # It was only cut off.
+        await one.announce("one", [f"r{n}" for n in range(1499)])
+        assert await query(url, "SELECT id FROM carpool_requests") == [("r1499",)]
+        await one.announce("one", ["r1499"])
+        assert await query(url, "SELECT id FROM carpool_requests") == [("r1499",)]
+        await one.leave("one")
+        assert await query(url, "SELECT id FROM carpool_writers") == [("other",)]
+
+
 # Processes
+
+
+# A call is held as long as a test wants.
+HELD = {"tracking.in_flight": "true", "upstream.timeout_s": 100, "broker.total_timeout_s": 120}
+
+
+async def listed(url: str, *flags: str) -> dict[str, tuple[str, str | None]]:
+    asked = partial(carpool, CARPOOL_TRACKING_STORE="postgres", CARPOOL_TRACKING_URL=url)
+    done = await asyncio.to_thread(asked, "requests", "--json", *flags)
+    assert done.returncode == 0, done.stderr
+    return {each["id"]: (each["status"], each["error"]) for each in json.loads(done.stdout)["requests"]}
+
+
+async def test_of_two_gateways_only_the_requests_of_the_killed_one_fail(url: str, tmp_path: Path) -> None:
+    await init(url)
+    short = {"carpool.tracking.postgres.GONE_S": 3.0, "carpool.tracking.flights.ANNOUNCE_EVERY_S": 0.5}
+    given = settings(url) | HELD | {"carpool.tracking.flights.LOOK_EVERY_S": 0.5} | short
+    async with (
+        scripted_upstream() as upstream,
+        running_gateway(tmp_path / "one", upstream.url, settings=given) as one,
+        running_gateway(tmp_path / "other", upstream.url, settings=given) as other,
+    ):
+        upstream.gate.clear()
+        asked = [
+            asyncio.ensure_future(gateway.ask("a", f"X-Request-Id: {name}\r\n"))
+            for gateway, name in ((one, "lost"), (other, "kept"))
+        ]
+
+        async def are_running() -> bool:
+            return await listed(url) == dict.fromkeys(("lost", "kept"), ("processing", None))
+
+        await until(are_running)
+        one.kill()
+
+        async def is_told() -> bool:
+            return await listed(url) == {"lost": ("failed", "process-gone"), "kept": ("processing", None)}
+
+        await until(is_told)
+        upstream.gate.set()
+        assert (await asked[1]).status == 200
+        await until_written(other)
+        assert await listed(url) == {"lost": ("failed", "process-gone"), "kept": ("completed", None)}
+        assert isinstance((await asyncio.gather(asked[0], return_exceptions=True))[0], Exception)
+    assert await query(url, "SELECT id FROM carpool_in_flight") == []
+
+
+async def test_over_redis_a_task_is_seen_and_survives_the_gateway_that_took_it(
+    url: str, tmp_path: Path, redis_server: RedisServer
+) -> None:
+    """The row of a synchronous request says `queued` until its outcome: its gateway is not told when it is sent."""
+    await init(url)
+    given = settings(url) | HELD | {"broker.namespace": tmp_path.name}
+    async with scripted_upstream() as upstream, fleet_over(tmp_path, redis_server.url, given) as fleet:
+        await fleet.add("gateway")
+        await fleet.add("gateway")
+        await fleet.add("batcher", "--upstream", upstream.url)
+        await fleet.wait_until_ready()
+        one, other = (place.process for place in fleet.gateways)
+        upstream.gate.clear()
+        task_id = await one.submit("a")
+        asked = asyncio.ensure_future(other.ask("b", "X-Request-Id: sync\r\n"))
+
+        async def are_seen() -> bool:
+            return await listed(url) == {task_id: ("processing", None), "sync": ("queued", None)}
+
+        await until(are_seen)
+        one.kill()
+        upstream.gate.set()
+        assert (await asked).status == 200
+        assert (await other.result(task_id))["status"] == "SUCCESS"
+
+        async def have_ended() -> bool:
+            return await listed(url) == dict.fromkeys((task_id, "sync"), ("completed", None))
+
+        await until(have_ended)
+
+
+async def test_every_record_is_there_under_load_with_rows_in_flight(url: str, tmp_path: Path) -> None:
+    await init(url)
+    given = settings(url) | HELD
+    async with running_gateway(tmp_path, "sim:?latency_ms=300&slots=4", settings=given) as gateway:
+        load = Load(gateway.port)
+        await load.more(500)
+        await load.stop()
+        gateway.terminate()
+        assert await gateway.exit_code() == 0
+        assert Counter(gateway.log_messages("error")) == Counter()
+    assert await rows_by_outcome(url) == Counter(ok=load.answered)
+    assert await query(url, "SELECT id FROM carpool_in_flight UNION ALL SELECT id FROM carpool_writers") == []
 
 
 async def init(url: str) -> None:

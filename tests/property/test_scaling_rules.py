@@ -10,6 +10,8 @@ from carpool.core.scaling import (
     COOLDOWN_S,
     DOWN_SHARE,
     MOST,
+    PEAK_S,
+    SOME_RPS,
     STANDS_S,
     Decision,
     ModelLoad,
@@ -78,9 +80,11 @@ def test_never_down_by_more_than_a_fifth_or_one_nor_sooner_than_after_five_minut
 )
 def test_a_constant_load_moves_the_number_one_way_and_then_no_more(load: ModelLoad, wanted: int) -> None:
     now = 1e6
-    last: Decision | None = Decision(wanted=wanted, why="", needed_at=now, sync_at=now)
+    # As if it had always been so: an hour after the last synchronous request the need changes, not the number alone.
+    sync_at = now if load.sync_rps >= SOME_RPS else now - PEAK_S
+    last: Decision | None = Decision(wanted=wanted, why="", needed_at=now, sync_at=sync_at)
     found = [wanted]
-    for _ in range(3000):  # an order of those that are there changes nothing but rule 5, whose GPUs never come here
+    for _ in range(1500):  # an order of those that are there changes nothing but rule 5, whose GPUs never come here
         last = scale_gpus(load, last, now)
         assert last is not None
         found.append(last.wanted)

@@ -85,7 +85,7 @@ def test_sql_finds_what_a_look_at_all_rows_finds(
         and (row.error is not None or not question.is_failed)
     ]
     times = sorted((row.completed_at for row in wanted), reverse=True)[: question.limit]
-    assert [round(record.completed_at * 1e6) for record in found] == times
+    assert [round((record.completed_at or 0) * 1e6) for record in found] == times
     if question.limit >= len(wanted):
         assert sorted((each.id, each.owner, each.gpu_seconds, each.tokens or 0) for each in found) == sorted(
             (row.id, row.owner, row.gpu_seconds, row.tokens or 0) for row in wanted

@@ -78,7 +78,7 @@ def test_a_task_waits_until_the_endpoint_works(status: int) -> None:
     stand.run(main)
 
 
-@pytest.mark.parametrize("status", STATUSES)
+@pytest.mark.parametrize("status", [401, 422, 503])
 def test_a_task_that_nobody_answers_fails_at_its_own_timeout_with_what_is_worth_a_look(status: int) -> None:
     stand, _ = never_works(status, "a")
 
@@ -146,7 +146,7 @@ def test_the_log_says_it_once_and_then_at_growing_intervals(caplog: pytest.LogCa
     stand, _ = never_works(404, "a")
 
     async def main() -> None:
-        for _ in range(1200):
+        for _ in range(600):
             await stand.answer(b"secret", "X")
             await asyncio.sleep(1.0)
 
@@ -157,7 +157,7 @@ def test_the_log_says_it_once_and_then_at_growing_intervals(caplog: pytest.LogCa
         "a has answered no call well so far (1 failed, the last one so: it answered 404); "
         "look at the path in upstream.endpoints; `carpool doctor` finds out more"
     )
-    assert 5 <= len(said) <= 8 and not [line for line in said if "secret" in line or "words" in line]
+    assert 4 <= len(said) <= 7 and not [line for line in said if "secret" in line or "words" in line]
 
 
 def test_a_failure_of_another_kind_is_said_soon() -> None:

@@ -4,16 +4,19 @@
 2. `invisible`: category Cf (zero-width spaces, marks that turn the direction of writing, tags), and what else is shown
    as nothing at all: fillers, and variation selectors but the sixteen that emoji have.
 3. `repeats=N`: no pattern of up to PATTERN_BYTES_MAX bytes stands more than N times in a row: a character, a word with
-   its space, `<|x|>`. Time is in proportion to the text, whatever is in it: a pattern of k bytes that repeats so often
-   is a run of N x k bytes that are each equal to the byte k after it; such a run holds a whole block of half its
-   length, so one byte of each block tells nearly always that there is none, and where a block is equal the bytes
-   around it are looked at once.
+   its space, `<|x|>`. A pattern of k bytes that repeats so often is a run of N x k bytes that are each equal to the
+   byte k after it; such a run holds a whole block of half its length, so one byte of each block tells nearly always
+   that there is none. Where a block is equal, bisection finds how far the run goes. Texts that were made to have many
+   such blocks are compared as a whole. So time is in proportion to the text, whatever is in it.
 """
 
 import re
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 
 PATTERN_BYTES_MAX = 32
+# Where more blocks may be equal, the text is compared as a whole: a MiB takes as long as some thousand blocks.
+BLOCKS_MAX = 4096
 _CONTROL = re.compile("[\0-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
 _INVISIBLE = re.compile(
     # Cf of Unicode 15.
@@ -50,20 +53,47 @@ def _read(text: bytes) -> str:
 
 def repeats(text: bytes, most: int) -> bool:
     """Whether a short pattern stands in a text more than so many times in a row (rule 3)."""
-    for length in range(1, min(PATTERN_BYTES_MAX, len(text) // (most + 1)) + 1):
-        run = most * length
-        step = max(1, run // 2)
-        for block, (one, other) in enumerate(zip(text[::step], text[length::step], strict=False)):
-            if one == other:
-                at = block * step
-                is_equal = text[at : at + step] == text[at + length : at + length + step]
-                if is_equal and _has_run(text[max(0, at - run) : at + step + run + length], length, run):
-                    return True
-    return False
+    longest = min(PATTERN_BYTES_MAX, len(text) // (most + 1))
+    return any(_has_run(text, length, most * length) for length in range(1, longest + 1))
 
 
 def _has_run(text: bytes, length: int, run: int) -> bool:
     """Whether so many bytes in a row are each equal to the byte `length` after it."""
-    bits = int.from_bytes(text, "little")
-    differences = (bits ^ (bits >> 8 * length)).to_bytes(len(text), "little")
-    return differences.find(bytes(run), 0, len(text) - length) >= 0
+    step = max(1, run // 2)
+    differ = _differences(text[::step], text[length::step])
+    if differ.count(0) > BLOCKS_MAX:
+        bits = int.from_bytes(text, "little")
+        return (bits ^ bits >> 8 * length).to_bytes(len(text), "little").find(bytes(run), 0, len(text) - length) >= 0
+    looked_at, block = 0, differ.find(0)
+    while block >= 0:
+        start = block * step
+        if start >= looked_at and text[start : start + step] == text[start + length : start + length + step]:
+            after, before = _equal_after(text, start, length, run), _equal_before(text, start, length, run)
+            if before + after >= run:
+                return True
+            looked_at = start + after
+        block = differ.find(0, block + 1)
+    return False
+
+
+def _differences(one: bytes, other: bytes) -> bytes:
+    """Zeros where the two are equal, as far as the second goes."""
+    size = len(other)
+    return (int.from_bytes(one[:size], "little") ^ int.from_bytes(other, "little")).to_bytes(size, "little")
+
+
+def _equal_after(text: bytes, start: int, length: int, most: int) -> int:
+    """How many bytes from `start` on are each equal to the byte `length` after it: `most`, if it is more."""
+    first, other = text[start : start + most], text[start + length : start + length + most]
+    if first == other:
+        return most
+    return bisect_left(range(len(other)), True, key=lambda count: first[: count + 1] != other[: count + 1])
+
+
+def _equal_before(text: bytes, end: int, length: int, most: int) -> int:
+    """The same before `end`."""
+    start = max(0, end - most)
+    first, other = text[start:end], text[start + length : end + length]
+    return bisect_left(
+        range(end - start), True, key=lambda count: first[end - start - count - 1 :] != other[end - start - count - 1 :]
+    )

@@ -26,7 +26,7 @@ SCHEDULE_HELP = (
 TIERS_HELP = (
     "Requests of several tiers, NAME=KEYFILE:SHARE each: NAME for the report, a file with the API key to send "
     "(env:VARIABLE: from the environment; nothing: no key), the share of the requests. "
-    "Example: enterprise=ent.key:5,paid=paid.key:25,free=env:FREE_KEY:70"
+    "Example: paid=p.key:30,free=env:KEY:70"
 )
 SIZES_HELP = (
     "How large inputs are, as bytes of their JSON values. fixed: all as --payload-bytes says. "

@@ -25,12 +25,16 @@ EPILOG = examples(
 def plan(
     rate: Annotated[float, typer.Option(help="Requests per second, usually.")] = 10_000.0,
     batch: Annotated[int, typer.Option(help="Inputs in a call.")] = 64,
-    batch_ms: Annotated[float, typer.Option(help="How long a GPU takes for a call, without any wait for it.")] = 200.0,
+    batch_ms: Annotated[
+        float, typer.Option(help="How long a GPU takes for one call of --batch inputs, once it has begun.")
+    ] = 200.0,
     target: Annotated[float, typer.Option(help="How busy GPUs, gateways and batchers are to be, up to 1.")] = 0.75,
     peak: Annotated[float, typer.Option(help="The highest rate, as a multiple of --rate.")] = 3.0,
     payload_kb: Annotated[float, typer.Option(help="Size of an input, and of an output (KB of 1,000 bytes).")] = 2.0,
     retention: Annotated[str, typer.Option(metavar="TIME", help="How long outputs are kept: 30s, 10m, 1h, 7d.")] = "1h",
-    gpu_price: Annotated[float, typer.Option(help="What a GPU costs to buy.")] = 30_000.0,
+    gpu_price: Annotated[
+        float, typer.Option(help="What a GPU costs to buy; it is written off over 3 years.")
+    ] = 30_000.0,
     storage_price: Annotated[float, typer.Option(help="What a GB of storage costs for a month.")] = 0.02,
     verify: Annotated[
         bool,

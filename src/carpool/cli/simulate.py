@@ -56,18 +56,24 @@ def simulate(
         float | None,
         typer.Option(
             min=0,
-            help="So many seconds of the first rate go before, uncounted; of a trace, its first ones do not count.  "
-            "[default: 5; with --trace 0]",
+            help="So many seconds of the first rate go before, uncounted; of a trace, its first ones do not count "
+            "(default 5; with --trace 0).",
         ),
     ] = None,
     gpus: Annotated[
         int | None,
         typer.Option(
-            min=1, max=4096, help="How many GPUs there are, each an endpoint.  [default: 4, or as many as --costs has]"
+            min=1, max=4096, help="How many GPUs there are, each an endpoint (default 4, or as many as --costs has)."
         ),
     ] = None,
     gpu: Annotated[
-        str, typer.Option(metavar="URL", help="How each of them behaves, as in upstream.endpoints.")
+        str,
+        typer.Option(
+            metavar="URL",
+            help="How each of them behaves, as in upstream.endpoints; sim: alone takes 200 ms a call, one at a time. "
+            "Example: sim:?latency_ms=50 and behind that &slots=2. So go the options of `carpool sim-gpu` from "
+            "--latency-ms on, with _ in place of -.",
+        ),
     ] = "sim:",
     costs: Annotated[
         Path | None,
@@ -78,14 +84,14 @@ def simulate(
     dies: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="GPU[-GPU]@SECOND[..SECOND]",
-            help="The GPUs with these numbers, from 1 on, die then, after the warming up, and may come back; may be "
-            "repeated.",
+            metavar="GPUS@FROM[..TO]",
+            help="GPUs die, and may come back: 1-4@30..60 is GPUs 1 to 4 from second 30 to 60 after the warming up, "
+            "3@10 GPU 3 from second 10 to the end. May be repeated.",
         ),
     ] = None,
     starts: Annotated[
         list[str] | None,
-        typer.Option(metavar="GPU[-GPU]@SECOND", help="These GPUs serve only from then on; may be repeated."),
+        typer.Option(metavar="GPUS@FROM", help="GPUs serve only from then on, such as 5-8@120. May be repeated."),
     ] = None,
     scale: Annotated[
         bool,
@@ -98,12 +104,14 @@ def simulate(
     start_up: Annotated[
         float, typer.Option(min=0, metavar="SECONDS", help="With --scale: how long a GPU that is ordered takes.")
     ] = 180.0,
-    gpu_price: Annotated[float, typer.Option(min=0, help="What a GPU costs to buy, as in `carpool plan`.")] = 30_000.0,
+    gpu_price: Annotated[
+        float, typer.Option(min=0, help="What a GPU costs to buy; it is written off over 3 years.")
+    ] = 30_000.0,
     tiers: Annotated[
         str | None,
         typer.Option(
             help="Requests of several tiers, NAME=SHARE each; by default all are of the lowest. "
-            "Example: enterprise=5,paid=25,free=70"
+            "Example: paid=30,free=70"
         ),
     ] = None,
     owners: Annotated[int, typer.Option(min=1, max=100_000, help="Owners of each tier, who ask equally often.")] = 100,
@@ -118,7 +126,12 @@ def simulate(
     seed: Annotated[int, typer.Option(min=0, max=2**31, help="The same seed gives the same figures.")] = 1,
     settings: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="SECTION.KEY=VALUE", help="A setting, before all others; may be repeated."),
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="This value, whatever the configuration file and the environment say. May be repeated. "
+            "Example: batching.max_wait_ms=20",
+        ),
     ] = None,
     compare: Annotated[
         str | None,
@@ -134,6 +147,8 @@ def simulate(
     json: Json = False,
 ) -> None:
     """Run Carpool's own engine, load shedding included, on virtual time against simulated GPUs.
+
+    Virtual time does not wait: where the engine would, its clock jumps on, so minutes take seconds.
 
     It prints latencies, refusals, how busy the GPUs are and what they cost. Settings are the usual ones, of
     carpool.toml and the environment, for the model that is meant when a client names none. The command serves and

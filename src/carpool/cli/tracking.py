@@ -49,7 +49,9 @@ Done = TypeVar("Done")
 REQUESTS_EPILOG = examples(
     "carpool requests --owner alice --since 1h --failed",
     "carpool requests --batch 6b1f90c200000a17",
-    then="Give it the configuration of your gateways: it says where rows are kept. A row comes when its request ends.",
+    "carpool requests --status processing",
+    then="Give it the configuration of your gateways: it says where rows are kept. A row comes when its request ends, "
+    "or before, with `tracking.in_flight`.",
 )
 REQUEST_COLUMNS = (
     *("completed at", "id", "owner", "tier", "model", "outcome"),
@@ -95,6 +97,9 @@ def requests(
     model: Annotated[str | None, typer.Option(help="Only of this model.")] = None,
     tier: Annotated[str | None, typer.Option(help="Only of this tier.")] = None,
     batch: Annotated[str | None, typer.Option(metavar="ID", help="Only of this batch.")] = None,
+    status: Annotated[
+        Literal["queued", "processing", "completed", "failed"] | None, typer.Option(help="Only in this state.")
+    ] = None,
     failed: Annotated[bool, typer.Option("--failed", help="Only those that failed.")] = False,
     error: Annotated[str | None, typer.Option(metavar="CODE", help="Only with this error.")] = None,
     since: Annotated[str, typer.Option(metavar="TIME", help="How far back: 30s, 10m, 1h, 7d.")] = "1h",
@@ -102,7 +107,7 @@ def requests(
     json: Json = False,
     config: Config = None,
 ) -> None:
-    """List requests that have ended, the newest first."""
+    """List requests: those in flight, where these are kept, and those that have ended; of both the newest first."""
     from carpool.tracking.records import RequestQuestion
 
     question = RequestQuestion(
@@ -112,6 +117,7 @@ def requests(
         tier=tier,
         batch_id=batch,
         error=error,
+        status=status,
         is_failed=failed,
         limit=limit,
     )
@@ -127,8 +133,9 @@ def requests(
 def request_cells(record: "RequestRecord") -> tuple[object, ...]:
     """A row of the table, in the order of REQUEST_COLUMNS."""
     return (
-        *(rfc3339(record.completed_at), record.id, record.owner, record.tier, record.model),
-        *(record.error or "completed", f"{record.latency_ms:.1f}"),
+        "" if record.completed_at is None else rfc3339(record.completed_at),
+        *(record.id, record.owner, record.tier, record.model),
+        *(record.error or record.status, f"{record.latency_ms:.1f}"),
         "" if record.queue_ms is None else f"{record.queue_ms:.1f}",
         record.batch_id or ("cached" if record.cached else ""),
         *(record.batch_size or "", record.attempts or "", record.endpoint or ""),
@@ -166,7 +173,8 @@ def find_kept(config: Path | None, request_id: str) -> Any:
 def shown_record(record: "RequestRecord") -> dict[str, Any]:
     """A record as JSON shows it: times as people read them."""
     shown: dict[str, Any] = msgspec.to_builtins(record)
-    return shown | {name: rfc3339(shown[name]) for name in ("created_at", "completed_at")}
+    times = {name: shown[name] for name in ("created_at", "completed_at")}
+    return shown | {name: None if at is None else rfc3339(at) for name, at in times.items()}
 
 
 def seconds_of(text: str, option: str = "--since") -> float:

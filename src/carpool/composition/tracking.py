@@ -12,6 +12,7 @@ from carpool.core.errors import CarpoolError
 from carpool.core.snapshot import TrackingNumbers
 from carpool.core.timeline import RequestState
 from carpool.settings import ConfigError, Settings
+from carpool.tracking.flights import FlightRecorder
 from carpool.tracking.recorder import Recorder
 from carpool.tracking.records import Store, StoreUnusableError, state_of_record
 
@@ -44,8 +45,7 @@ async def start_tracking(runtime: Runtime) -> Recorder | None:
     store = make_store(runtime.settings)
     if store is None:
         return None
-    tiers = [tier.name for tier in runtime.settings.tiers]
-    recorder = Recorder(store, tiers, buffer_max=BUFFER_MAX, clock=runtime.clock)
+    recorder = make_recorder(runtime, store)
     try:
         await recorder.start()
     except StoreUnusableError as fault:
@@ -55,6 +55,16 @@ async def start_tracking(runtime: Runtime) -> Recorder | None:
     runtime.opened.push_async_callback(recorder.close)
     runtime.events.subscribe(recorder)
     return recorder
+
+
+def make_recorder(runtime: Runtime, store: Store) -> Recorder:
+    """Who writes rows: of what ended, or also of what is in flight. The first does nothing when a request comes."""
+    settings, clock = runtime.settings, runtime.clock
+    tiers = [tier.name for tier in settings.tiers]
+    if not settings.tracking.in_flight:
+        return Recorder(store, tiers, buffer_max=BUFFER_MAX, clock=clock)
+    are_tasks_kept = settings.tasks.journal or bool(settings.broker.url)
+    return FlightRecorder(store, tiers, buffer_max=BUFFER_MAX, clock=clock, are_tasks_kept=are_tasks_kept)
 
 
 def describe_tracking(recorder: Recorder | None) -> tuple[TrackingNumbers, ...]:
@@ -85,7 +95,7 @@ async def look_up_ended(
         except Exception as failure:  # whatever it is, the operator waits for the answer
             logger.warning("a request could not be looked up: %s", str(failure) or type(failure).__name__)
             record = None
-        if record is not None:
+        if record is not None and (found is None or record.completed_at is not None):
             found = state_of_record(record, found if isinstance(found, RequestState) else None)
     answer(found)
 

@@ -5,7 +5,8 @@
 2. The load of a model, in GPUs: what comes by what one GPU serves with full batches; or what its GPUs are busy with, if
    that is more. A slot that is busy with a small batch is so much less busy: with little to do, fewer GPUs would do.
    GPUs are to be busy for 75 % of their time. From 70 to 80 % the number stays as it is.
-3. What was refused for load came, too: it counts as if it had been served.
+3. What was refused for load came, too: it counts as if it had been served. And while some is, small batches are no
+   less busy than full ones: where few requests may ride together, no others fit in.
 4. What waits is to be served within `drain_s`, beside what comes.
 5. Where a synchronous request would wait for more than half of the time that it may, there are to be as many more GPUs
    as make it half of that, at most twice as many as work. While GPUs that were ordered are not there yet, the wait is
@@ -38,6 +39,8 @@ from msgspec.structs import replace
 GPU_TARGET, SERVER_TARGET, BAND = 0.75, 0.70, 0.05
 # What a gateway and a batcher carry on one core, at their end: docs/scaling.md, "Where it bends, and why".
 GATEWAY_RPS, BATCHER_RPS = 28_000, 40_000
+# Rule 3: fewer are refused by chance.
+REFUSED_SHARE = 0.01
 # Rule 5.
 WAIT_SHARE, WAIT_TIMES_MAX = 0.5, 2.0
 # So much of what was ordered must be there: one of many may never come.
@@ -214,7 +217,9 @@ def _gpus_needed(load: ModelLoad, before: Decision, now: float, least: int) -> t
     each = load.gpu_rps
     if not each:  # from none, and none was ever known
         return Need(now, least, least, least), "some wait" if least else "nothing waits"
-    by_rate, by_busy = load.demand_rps / each, load.works * load.busy_share * load.fill
+    is_refused = sum(load.refused_rps.values()) >= REFUSED_SHARE * load.demand_rps > 0.0
+    fill = 1.0 if is_refused else load.fill
+    by_rate, by_busy = load.demand_rps / each, load.works * load.busy_share * fill
     busy, why = by_rate, f"{_rate(load.demand_rps)} come{_refused(load)}, and a GPU serves {_rate(each)}"
     if by_busy > by_rate:
         busy, why = by_busy, f"{load.works} GPUs are busy for {by_busy / load.works:.0%} of their time"

@@ -443,7 +443,10 @@ class TrackingNumbers(Numbers, frozen=True, kw_only=True):
     shown = "all"
 
     tracking_written: Annotated[
-        Counts, counter("Rows that were written, where `tracking.store` is on: of a `request` or a `batch`.", "row")
+        Counts,
+        counter(
+            "Rows that were written, where `tracking.store` is on: of a `request`, a `batch` or one `in_flight`.", "row"
+        ),
     ]
     tracking_dropped: Annotated[
         Counts, counter("Rows that were given up because the store was slow or away. No request suffers.", "row")

@@ -225,6 +225,8 @@ def _check_tracking(settings: Settings, where: Where) -> None:
             raise ConfigError(f"{where('tracking.store')} needs asyncpg: pip install 'carpool[postgres]'")
     elif tracking.url:
         raise ConfigError(f"{where('tracking.url')} is of no use unless tracking.store is postgres")
+    if tracking.in_flight and tracking.store == "off":
+        raise ConfigError(f"{where('tracking.in_flight')} is of no use while tracking.store is off")
 
 
 def _check_processes(settings: Settings, where: Where) -> None:

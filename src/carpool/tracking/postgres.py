@@ -7,6 +7,8 @@
    tracking does not slow down other users of the database.
 4. Times are `timestamptz` there, and whole microseconds of Unix time here.
 5. Of a task that ended twice the last row stays, if not more than a day is between them: no index can span the days.
+6. A process that writes rows in flight says again and again that it lives, by the clock of the database. One that could
+   not say so for GONE_S is taken for gone; when it is back, it takes back what was said of its requests.
 """
 
 import asyncio
@@ -14,7 +16,20 @@ from collections.abc import Awaitable, Callable, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from carpool.tracking.records import BadRowsError, BatchRow, RequestRow, Store, StoreAwayError, StoreUnusableError
+from carpool.tracking.records import (
+    GONE,
+    GONE_COLUMNS,
+    GONE_VALUES,
+    HAS_OUTCOME,
+    BadRowsError,
+    BatchRow,
+    FlightRow,
+    RequestRow,
+    Store,
+    StoreAwayError,
+    StoreUnusableError,
+    microseconds,
+)
 
 if TYPE_CHECKING:
     import asyncpg
@@ -42,6 +57,18 @@ MIGRATIONS = (
     CREATE INDEX ON carpool_batches (id);
     CREATE INDEX ON carpool_batches (created_at);
     """,
+    """
+    CREATE TABLE carpool_in_flight (
+        writer text NOT NULL, id text NOT NULL, owner text NOT NULL, tier text NOT NULL, model text NOT NULL,
+        is_task boolean NOT NULL, status text NOT NULL,
+        created_at timestamptz NOT NULL, changed_at timestamptz NOT NULL,
+        outcome_from timestamptz NOT NULL, outcome_until timestamptz NOT NULL, queue_ms double precision, batch_id text,
+        batch_size integer NOT NULL, endpoint text, attempts integer NOT NULL,
+        PRIMARY KEY (id, writer)
+    );
+    CREATE INDEX ON carpool_in_flight (writer);
+    CREATE TABLE carpool_writers (id text PRIMARY KEY, seen_at timestamptz NOT NULL);
+    """,
 )
 # What each table is partitioned by.
 TABLES = {"carpool_requests": "completed_at", "carpool_batches": "created_at"}
@@ -50,7 +77,46 @@ VERSION_TABLE = "carpool_tracking_version"
 REMOVE_FIRST_ENDS = """
     DELETE FROM carpool_requests first WHERE id = ANY($1) AND is_task AND EXISTS (
         SELECT FROM carpool_requests last WHERE last.id = first.id AND last.is_task
-            AND last.completed_at > first.completed_at)"""
+            AND (last.completed_at > first.completed_at OR first.error = 'process-gone')
+            AND coalesce(last.error, '') <> 'process-gone')"""
+# Rows in flight, given by their columns: the later change counts.
+FLIGHT_TYPES = {
+    **dict.fromkeys(("is_task",), "boolean"),
+    **dict.fromkeys(("created_at", "changed_at", "outcome_from", "outcome_until"), "timestamptz"),
+    **dict.fromkeys(("batch_size", "attempts"), "integer"),
+    "queue_ms": "double precision",
+}
+WRITE_FLIGHTS = (
+    f"INSERT INTO carpool_in_flight ({', '.join(FlightRow._fields)}) SELECT * FROM unnest("
+    + ", ".join(f"${number}::{FLIGHT_TYPES.get(name, 'text')}[]" for number, name in enumerate(FlightRow._fields, 1))
+    + ") ON CONFLICT (id, writer) DO UPDATE SET "
+    + ", ".join(f"{name} = excluded.{name}" for name in FlightRow._fields if name not in ("id", "writer"))
+    + " WHERE excluded.changed_at >= carpool_in_flight.changed_at"
+)
+REMOVE_FLIGHTS = (
+    "DELETE FROM carpool_in_flight f USING unnest($1::text[], $2::text[]) AS done(writer, id) "
+    "WHERE f.id = done.id AND f.writer = done.writer"
+)
+# Those of tasks that have an outcome already; the time bounds the days that are looked into.
+REMOVE_LATE_FLIGHTS = "DELETE FROM carpool_in_flight f WHERE f.id = ANY($1) AND f.is_task AND " + HAS_OUTCOME.replace(
+    "r.is_task = f.is_task", "r.is_task AND r.completed_at >= $2"
+)
+# A process that said nothing for so long is gone.
+GONE_S = 30.0
+ANNOUNCE = (
+    "INSERT INTO carpool_writers (id, seen_at) VALUES ($1, now()) "
+    "ON CONFLICT (id) DO UPDATE SET seen_at = now() RETURNING xmax = 0"
+)
+FORGET_WRITERS = "DELETE FROM carpool_writers WHERE seen_at < now() - make_interval(secs => $1)"
+# Who removes a row makes the failed one of it: one process does, of many that look.
+FAIL_FLIGHTS = (
+    "WITH f AS (DELETE FROM carpool_in_flight each WHERE each.writer = '' AND each.outcome_until < $1 OR "
+    "each.writer <> '' AND NOT EXISTS (SELECT FROM carpool_writers w WHERE w.id = each.writer) RETURNING each.*) "
+    f"INSERT INTO carpool_requests ({GONE_COLUMNS}) SELECT {GONE_VALUES.format(now='$1::timestamptz', no='false')} "
+    f"FROM f WHERE NOT {HAS_OUTCOME}"
+)
+# What a process that was taken for gone takes back. It did not know for as long as the database was away.
+TAKE_BACK = f"DELETE FROM carpool_requests WHERE id = ANY($1) AND error = '{GONE}'"
 # Any number, the same for all processes: one at a time makes tables.
 LOCK = 0x6361_7270
 CONNECT_S, STATEMENT_S = 5.0, 10.0
@@ -68,6 +134,8 @@ T = TypeVar("T")
 
 class PostgresStore(Store):
     """A database (tracking.stores.Store)."""
+
+    age_ms = "extract(epoch FROM now() - f.created_at)::double precision * 1000"
 
     def __init__(self, url: str, *, retention_days: float) -> None:
         self._url = url
@@ -92,8 +160,37 @@ class PostgresStore(Store):
         """Keep these, all or none."""
         await self._do(lambda connection: self._write(connection, requests, batches))
 
+    async def write_flights(self, rows: Sequence[FlightRow], over: Sequence[tuple[str, str]]) -> None:
+        """Keep these, and remove those that are over."""
+        await self._do(lambda connection: self._write_flights(connection, rows, over))
+
+    async def announce(self, writer: str, ids: Sequence[str]) -> None:
+        """This writer lives."""
+
+        async def work(connection: "asyncpg.Connection") -> None:
+            if await connection.fetchval(ANNOUNCE, writer) and ids:
+                await connection.execute(TAKE_BACK, ids)
+
+        await self._do(work)
+
+    async def leave(self, writer: str) -> None:
+        """This writer has nothing more to write."""
+        await self._do(lambda connection: connection.execute("DELETE FROM carpool_writers WHERE id = $1", writer))
+
+    async def fail_gone(self, now: float) -> None:
+        """Rows in flight whose writers are gone become failed ones, of this day."""
+
+        async def work(connection: "asyncpg.Connection") -> None:
+            await self._make_days(connection, "carpool_requests", {int(now // DAY_S)})
+            async with connection.transaction():
+                await connection.execute(FORGET_WRITERS, GONE_S)
+                await connection.execute(FAIL_FLIGHTS, microseconds(now))
+
+        await self._do(work)
+
     async def tidy(self, now: float) -> None:
         """Have a place for rows of these days, and drop the days that are too old."""
+        await self.fail_gone(now)
 
         async def work(connection: "asyncpg.Connection") -> None:
             today = int(now // DAY_S)
@@ -245,6 +342,19 @@ class PostgresStore(Store):
                 await self._remove_first_ends(connection, tasks)
             self._in_doubt = requests, batches
         self._in_doubt = None
+
+    async def _write_flights(
+        self, connection: "asyncpg.Connection", rows: Sequence[FlightRow], over: Sequence[tuple[str, str]]
+    ) -> None:
+        rows, over = sorted(rows), sorted(over)  # so that two processes do not wait for one another
+        async with connection.transaction():
+            for first in range(0, len(rows), CHUNK):
+                await connection.execute(WRITE_FLIGHTS, *zip(*rows[first : first + CHUNK], strict=True))
+            if over:
+                await connection.execute(REMOVE_FLIGHTS, *zip(*over, strict=True))
+            if tasks := [row for row in rows if row.is_task]:
+                since = min(row.outcome_from for row in tasks)
+                await connection.execute(REMOVE_LATE_FLIGHTS, [row.id for row in tasks], since)
 
     async def _remove_first_ends(self, connection: "asyncpg.Connection", tasks: Sequence[RequestRow]) -> None:
         """Rule 5, for tasks that were just written. Each is looked up in the index of its day, and of the day before: a

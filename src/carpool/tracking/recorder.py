@@ -68,6 +68,7 @@ class Recorder(Subscriber):
         self._writer: asyncio.Task[None] | None = None
         self._is_closing = asyncio.Event()
         self._is_failing = False
+        self._tidy_at = clock()
         # For metrics, by kind of row.
         self.written = {"request": 0, "batch": 0}
         self.dropped = {"request": 0, "batch": 0}
@@ -134,19 +135,23 @@ class Recorder(Subscriber):
         if self.waiting:
             logger.error("rows that could not be written were dropped: %d", self.waiting)
             self._drop(len(self._requests), len(self._batches))
+        try:
+            await self._leave()
+        except (StoreAwayError, StoreUnusableError) as failure:
+            self._note_failure(failure)
         await self.store.close()
+
+    async def _leave(self) -> None:
+        """Nothing more is written."""
 
     async def _run(self) -> None:
         """Write until there is nothing more to come, and the rest is written or was tried once."""
-        pause_s, tidy_at = RETRY_S, self._clock()
+        pause_s = RETRY_S
         is_last = False
         while not is_last:
             is_last = self._is_closing.is_set()
             try:
-                if self._clock() >= tidy_at and not is_last:
-                    tidy_at = self._clock() + TIDY_EVERY_S
-                    await self.store.tidy(self._wall())
-                await self._write_all()
+                await self._work(is_last=is_last)
                 pause_s = RETRY_S
                 await wait_for(self._is_closing, WRITE_EVERY_S)
             except Exception as failure:  # a defect must not end it either: nothing would be written any more
@@ -158,9 +163,16 @@ class Recorder(Subscriber):
                 await wait_for(self._is_closing, pause_s)
                 pause_s = min(2 * pause_s, RETRY_S_MAX)
 
+    async def _work(self, *, is_last: bool) -> None:
+        """Do what is due now."""
+        if self._clock() >= self._tidy_at and not is_last:
+            self._tidy_at = self._clock() + TIDY_EVERY_S
+            await self.store.tidy(self._wall())
+        await self._write_all()
+
     async def _write_all(self) -> None:
         """Write what waits now, in parts."""
-        while self.waiting:
+        while self._requests or self._batches:
             waiting = min(len(self._requests), WRITTEN_AT_ONCE), min(len(self._batches), WRITTEN_AT_ONCE)
             given = self._given or waiting
             await self._write_oldest(*given)

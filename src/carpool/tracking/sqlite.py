@@ -2,10 +2,15 @@
 
 All of it is done by one thread of its own. Many rows are one statement: SQLite works without the interpreter's lock
 then, and the event loop goes on meanwhile.
+
+A process that writes rows in flight holds the lock of a file of its own, beside the database: the kernel gives the lock
+up when the process is gone, however it went.
 """
 
 import asyncio
+import fcntl
 import json
+import os
 import sqlite3
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,8 +18,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from carpool.tracking.records import (
+    GONE_COLUMNS,
+    GONE_VALUES,
+    HAS_OUTCOME,
     BadRowsError,
     BatchRow,
+    FlightRow,
     RequestRow,
     Store,
     StoreAwayError,
@@ -43,6 +52,15 @@ MIGRATIONS = (
     CREATE INDEX carpool_batches_id ON carpool_batches (id);
     CREATE INDEX carpool_batches_created ON carpool_batches (created_at);
     """,
+    """
+    CREATE TABLE carpool_in_flight (
+        writer TEXT NOT NULL, id TEXT NOT NULL, owner TEXT NOT NULL, tier TEXT NOT NULL, model TEXT NOT NULL,
+        is_task INTEGER NOT NULL, status TEXT NOT NULL, created_at INTEGER NOT NULL, changed_at INTEGER NOT NULL,
+        outcome_from INTEGER NOT NULL, outcome_until INTEGER NOT NULL, queue_ms REAL, batch_id TEXT,
+        batch_size INTEGER NOT NULL, endpoint TEXT, attempts INTEGER NOT NULL,
+        PRIMARY KEY (id, writer)
+    );
+    """,
 )
 # The time of a row in each table: the oldest rows are removed first.
 TIMES = {"carpool_requests": "completed_at", "carpool_batches": "created_at"}
@@ -53,6 +71,29 @@ REMOVE_FIRST_ENDS = """
         CROSS JOIN carpool_requests first ON first.id = value AND first.is_task
         CROSS JOIN carpool_requests last ON last.id = value AND last.is_task AND last.rowid > first.rowid
     )"""
+# A row in flight: the later change counts.
+ON_CONFLICT = (
+    "ON CONFLICT (id, writer) DO UPDATE SET {} WHERE excluded.changed_at >= carpool_in_flight.changed_at".format(
+        ", ".join(f"{name} = excluded.{name}" for name in FlightRow._fields if name not in ("id", "writer"))
+    )
+)
+# Rows by their keys, and those of tasks that have an outcome already.
+REMOVE_FLIGHTS = """
+    DELETE FROM carpool_in_flight WHERE rowid IN (
+        SELECT f.rowid FROM json_each(?) done CROSS JOIN carpool_in_flight f
+            ON f.writer = json_extract(done.value, '$[0]') AND f.id = json_extract(done.value, '$[1]')
+    )"""
+REMOVE_LATE_FLIGHTS = f"""
+    DELETE FROM carpool_in_flight WHERE rowid IN (
+        SELECT f.rowid FROM json_each(?) CROSS JOIN carpool_in_flight f ON f.id = value
+        WHERE f.is_task AND {HAS_OUTCOME}
+    )"""
+# Of NOBODY, or of those who are gone (rule 6 of records.py).
+ARE_GONE = "(f.writer = '' AND f.outcome_until < ? OR f.writer IN (SELECT value FROM json_each(?)))"
+FAIL_FLIGHTS = (
+    f"INSERT INTO carpool_requests ({GONE_COLUMNS}) SELECT {GONE_VALUES.format(now='?', no='0')} "
+    f"FROM carpool_in_flight f WHERE {ARE_GONE} AND NOT {HAS_OUTCOME}"
+)
 BUSY_S = 5.0
 # Rows in one statement, as far as SQLite's bound on parameters allows.
 ROWS_A_STATEMENT = 100
@@ -68,12 +109,16 @@ T = TypeVar("T")
 class SqliteStore(Store):
     """A file (tracking.stores.Store)."""
 
+    age_ms = "(julianday('now') - 2440587.5) * 86400000.0 - f.created_at / 1000.0"
+
     def __init__(self, path: Path, *, retention_days: float, bytes_max: int) -> None:
         self._path = path
         self._retention_s = retention_days * DAY_S
         self._bytes_max = bytes_max
         self._thread = ThreadPoolExecutor(1, "carpool-tracking")
         self._connection: sqlite3.Connection | None = None
+        # The lock that says that this writer lives.
+        self._writer, self._lock = "", -1
 
     async def open(self) -> None:
         """Make the file, or bring it up to date."""
@@ -88,8 +133,25 @@ class SqliteStore(Store):
         """Keep these, all or none."""
         await self._do(lambda: self._write(requests, batches))
 
+    async def write_flights(self, rows: Sequence[FlightRow], over: Sequence[tuple[str, str]]) -> None:
+        """Keep these, and remove those that are over."""
+        await self._do(lambda: self._write_flights(rows, over))
+
+    async def announce(self, writer: str, ids: Sequence[str]) -> None:
+        """This writer lives. It holds a lock: nobody takes it for gone."""
+        await self._do(lambda: self._take_lock(writer))
+
+    async def leave(self, writer: str) -> None:
+        """This writer has nothing more to write."""
+        await self._do(self._give_up_lock)
+
+    async def fail_gone(self, now: float) -> None:
+        """Rows in flight whose writers are gone become failed ones."""
+        await self._do(lambda: self._fail_gone(microseconds(now)))
+
     async def tidy(self, now: float) -> None:
         """Remove rows that are too old, or too many for the file."""
+        await self.fail_gone(now)
         too_old = microseconds(now - self._retention_s)
         while await self._do(lambda: self._remove_old(too_old)) >= REMOVED_AT_ONCE:
             pass
@@ -139,6 +201,77 @@ class SqliteStore(Store):
             connection.rollback()  # nothing, where SQLite has done that itself (a full disk): its own error counts
             raise
 
+    def _write_flights(self, rows: Sequence[FlightRow], over: Sequence[tuple[str, str]]) -> None:
+        connection = self._connected()
+        connection.execute("BEGIN IMMEDIATE")
+        try:
+            insert(connection, "carpool_in_flight", FlightRow._fields, rows, ON_CONFLICT)
+            connection.execute(REMOVE_FLIGHTS, (json.dumps(over),))
+            connection.execute(REMOVE_LATE_FLIGHTS, (json.dumps([row.id for row in rows if row.is_task]),))
+            connection.execute("COMMIT")
+        except BaseException:
+            connection.rollback()
+            raise
+
+    def _fail_gone(self, now: int) -> None:
+        connection = self._connected()
+        writers = {writer for (writer,) in connection.execute("SELECT DISTINCT writer FROM carpool_in_flight")}
+        gone = now, json.dumps(sorted(writers - {"", *self._living()}))
+        connection.execute("BEGIN IMMEDIATE")
+        try:
+            connection.execute(FAIL_FLIGHTS, (now, *gone))
+            connection.execute(f"DELETE FROM carpool_in_flight AS f WHERE {ARE_GONE}", gone)
+            connection.execute("COMMIT")
+        except BaseException:
+            connection.rollback()
+            raise
+
+    # The locks of writers.
+
+    def _lock_path(self, writer: str) -> Path:
+        return self._path.with_name(f"{self._path.stem}-{writer}.lock")
+
+    def _take_lock(self, writer: str) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        while self._lock < 0:
+            lock = os.open(path := self._lock_path(writer), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # Another process may have locked and removed it in between (`_living`).
+                is_there = os.path.samestat(path.stat(), os.fstat(lock))
+            except (BlockingIOError, FileNotFoundError):
+                is_there = False
+            if is_there:
+                self._writer, self._lock = writer, lock
+            else:
+                os.close(lock)
+
+    def _give_up_lock(self) -> None:
+        if self._lock >= 0:
+            self._lock_path(self._writer).unlink(missing_ok=True)
+            os.close(self._lock)
+            self._writer, self._lock = "", -1
+
+    def _living(self) -> set[str]:
+        """Writers whose locks are held; the files of others are removed."""
+        living = {self._writer}
+        for path in self._path.parent.glob(f"{self._path.stem}-*.lock"):
+            writer = path.stem.removeprefix(f"{self._path.stem}-")
+            if writer in living:
+                continue
+            try:
+                lock = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            except FileNotFoundError:
+                continue
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.unlink(missing_ok=True)
+            except BlockingIOError:
+                living.add(writer)
+            finally:
+                os.close(lock)
+        return living
+
     def _remove_old(self, too_old: int) -> int:
         """Remove rows from before, REMOVED_AT_ONCE of each table at most; returns the larger of both numbers."""
         connection = self._connected()
@@ -175,6 +308,7 @@ class SqliteStore(Store):
         return latest is None or self._remove_old(latest + 1) > 0
 
     def _close(self) -> None:
+        self._give_up_lock()
         if self._connection is not None:
             self._connection.close()
             self._connection = None
@@ -195,13 +329,20 @@ def migrate(connection: sqlite3.Connection) -> None:
         raise
 
 
-def insert(connection: sqlite3.Connection, table: str, columns: Sequence[str], rows: Sequence[tuple[Any, ...]]) -> None:
+def insert(
+    connection: sqlite3.Connection,
+    table: str,
+    columns: Sequence[str],
+    rows: Sequence[tuple[Any, ...]],
+    on_conflict: str = "",
+) -> None:
     """Insert rows, many by one statement."""
     head = f"INSERT INTO {table} ({', '.join(columns)}) VALUES "
     one = f"({', '.join('?' * len(columns))})"
     for first in range(0, len(rows), ROWS_A_STATEMENT):
         some = rows[first : first + ROWS_A_STATEMENT]
-        connection.execute(head + ", ".join([one] * len(some)), [value for row in some for value in row])
+        statement = f"{head}{', '.join([one] * len(some))} {on_conflict}"
+        connection.execute(statement, [value for row in some for value in row])
 
 
 def translated(work: Callable[[], T]) -> T:

@@ -54,6 +54,14 @@ class TestUp:
         assert fleet.after(20, load_of(10_000)) == 42  # 31.25 / 0.75
         assert fleet.why == "10,000/s come, and a GPU serves 320/s"
 
+    def test_small_batches_are_no_spare_capacity_while_requests_are_refused(self) -> None:
+        """As with 200 lanes of one or two requests each: nobody else's would fit into a batch."""
+        busy = load_of(300, works=20, busy_share=1.0, fill=0.14)
+        assert Fleet(20).after(600, busy) in range(5, 20)
+        fleet = Fleet(20)
+        assert fleet.after(20, msgspec.structs.replace(busy, refused_rps={"free": 100.0})) == 27  # 20 / 0.75
+        assert fleet.after(3600, msgspec.structs.replace(busy, refused_rps={"free": 5.0})) == 27
+
     def test_gpus_that_start_are_not_ordered_again(self) -> None:
         fleet = Fleet(4)
         fleet.after(20, load_of(10_000))
