@@ -5,8 +5,10 @@ import logging
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from math import ceil
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from statistics import mean
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 import typer
@@ -19,15 +21,19 @@ from carpool.settings.resolution import path_of
 if TYPE_CHECKING:
     from carpool.tools.bench.tally import TierReport
     from carpool.tools.simulate import Simulated
+    from carpool.tools.simulated_fleet import Scaled
 
 EXIT_BAD_OPTION, EXIT_FAILED = 2, 1
 WARM_S = 5.0
+# So many spans of time are told of where the fleet is scaled.
+SCALED_ROWS = 24
 EPILOG = examples(
     "carpool simulate --rate 10000 --gpus 40",
     "carpool simulate --rate 2000 --gpus 5 --tiers enterprise=10,paid=30,free=60",
     "carpool simulate --rate 2000 --gpus 8 --compare policy=fixed,adaptive,pid",
     "carpool simulate --rate 200 --gpu 'sim:?latency_ms=2&padded_ms_per_kb=2' --sizes lognormal:240,0.9,2000",
     "carpool simulate --rate 1000 --gpus 4 --dies 1-2@10..20 --svg run.svg",
+    "carpool simulate --schedule 300:30m,900:1h,300:2h --gpus 10 --scale --svg run.svg",
     "carpool simulate --trace .carpool/tracking.db --costs fleet.json",
 )
 
@@ -87,6 +93,17 @@ def simulate(
         list[str] | None,
         typer.Option(metavar="GPUS@FROM", help="GPUs serve only from then on, such as 5-8@120. May be repeated."),
     ] = None,
+    scale: Annotated[
+        bool,
+        typer.Option(
+            "--scale",
+            help="GPUs are ordered and given up as the rules of scaling say (docs/scaling-rules.md); --gpus are there "
+            "at first.",
+        ),
+    ] = False,
+    start_up: Annotated[
+        float, typer.Option(min=0, metavar="SECONDS", help="With --scale: how long a GPU that is ordered takes.")
+    ] = 180.0,
     gpu_price: Annotated[
         float, typer.Option(min=0, help="What a GPU costs to buy; it is written off over 3 years.")
     ] = 30_000.0,
@@ -102,6 +119,10 @@ def simulate(
         int, typer.Option(min=4, max=16 * 1024 * 1024, help="Size of each input's JSON value.")
     ] = 2000,
     sizes: Annotated[str, typer.Option(help=SIZES_HELP)] = "fixed",
+    arrivals: Annotated[
+        Literal["poisson", "uniform"],
+        typer.Option(help="Random gaps; or even ones, as the sum of very many clients has at a small rate."),
+    ] = "poisson",
     seed: Annotated[int, typer.Option(min=0, max=2**31, help="The same seed gives the same figures.")] = 1,
     settings: Annotated[
         list[str] | None,
@@ -122,9 +143,7 @@ def simulate(
     config: Annotated[
         Path | None, typer.Option("--config", metavar="FILE", help="The configuration file; also CARPOOL_CONFIG.")
     ] = None,
-    svg: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Also draw rates, p99 and busy GPUs over time.")
-    ] = None,
+    svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Also draw rates, p99 and GPUs over time.")] = None,
     json: Json = False,
 ) -> None:
     """Run Carpool's own engine, load shedding included, on virtual time against simulated GPUs.
@@ -173,12 +192,13 @@ def simulate(
             owners=owners,
             sizes=drawn,
             payload_bytes=payload_bytes,
+            arrivals=arrivals,
             seed=seed,
         )
         if trace is not None:
             with option("--trace"):
                 load = tool.recorded_load(read_trace(trace, variants[0].model), load, warm or 0.0)
-        fleet = tool.Gpus(count=count, each=each, away=away, price=gpu_price)
+        fleet = tool.Gpus(count=count, each=each, away=away, price=gpu_price, start_up_s=start_up if scale else None)
         moments = 0 if svg is None else tool.MOMENTS
         with undisturbed():
             runs = [tool.Simulation(variant, load, fleet, moments=moments).run() for variant in variants]
@@ -208,6 +228,41 @@ def simulate(
         "a million",
     )
     print_table((path, *columns) if path else columns, rows if path else [row[1:] for row in rows])
+    for value, run in zip(values, runs, strict=True):
+        if run.scaled is not None:
+            _tell_scaled(f"{path}={value}: " if path else "", run, run.scaled)
+
+
+def _tell_scaled(name: str, run: "Simulated", scaled: "Scaled") -> None:
+    """How many GPUs there were, and how busy."""
+    steady = "the number was never steady"
+    if scaled.steady_busy_share is not None:
+        share, lowest, highest = scaled.steady_busy_share, scaled.steady_lowest, scaled.steady_highest
+        steady = f"busy for {share:.1%} of their time while all was steady ({lowest:.0%} to {highest:.0%})"
+    typer.echo(f"\n{name}{scaled.gpus_mean:,.1f} GPUs in the mean, {scaled.gpus_most:,} at most; {steady}")
+    rows, length = [], ceil(len(run.moments) / SCALED_ROWS)
+    for first in range(0, len(run.moments), length):
+        span = run.moments[first : first + length]
+        slowest = max((each.p99_ms for each in span if each.p99_ms is not None), default=None)
+        rows.append(
+            [
+                _clock_time(span[-1].at_s),
+                *(
+                    f"{mean(values):,.1f}/s"
+                    for values in zip(*((each.offered, each.refused) for each in span), strict=True)
+                ),
+                "-" if slowest is None else f"{slowest:,.1f} ms",
+                str(span[-1].gpus_wanted),
+                str(span[-1].gpus_there),
+                f"{mean(each.busy_share for each in span):.0%}",
+            ]
+        )
+    print_table(("until", "offered", "not served", "worst p99", "GPUs wanted", "there", "busy"), rows)
+
+
+def _clock_time(seconds: float) -> str:
+    whole = round(seconds)
+    return f"{whole // 3600}:{whole // 60 % 60:02}:{whole % 60:02}"
 
 
 @contextmanager

@@ -4,6 +4,7 @@
 2. Requests that come within a turn of the event loop come together, when the last of them does.
 3. A request enters where a face lets it in: behind credentials and rate limits, and before load shedding.
 4. Those that come while it is warming up are served like the others, and not counted.
+5. The fleet stays as it is, or follows the rules of scaling: simulated_fleet.py.
 """
 
 import asyncio
@@ -24,6 +25,7 @@ from carpool.composition.runtime import Runtime
 from carpool.core.clock import Clock
 from carpool.core.outcome import Outcome, Output
 from carpool.core.request import Request
+from carpool.service import addresses
 from carpool.settings import Model, Settings, models_of, total_timeout_s
 from carpool.settings.keys import KEYS
 from carpool.settings.schema import UpstreamSettings
@@ -32,6 +34,7 @@ from carpool.tools.bench.sizes import SIZE_MAX, parse_sizes
 from carpool.tools.bench.tally import Arrivals, Quantiles, Segment, SentLoad, Tally, TierReport
 from carpool.tools.charts import Panel, draw_over_time
 from carpool.tools.plan import MILLION, WRITE_OFF_YEARS, YEAR_S
+from carpool.tools.simulated_fleet import Scaled, ScaledFleet, steady_shares
 from carpool.tools.traces import Rows
 from carpool.upstream.endpoint import AttemptFailedError, NoAnswerError, UpstreamCall, UpstreamResponse
 from carpool.upstream.fleet import Address, MakeEndpoint
@@ -46,8 +49,11 @@ RATE_MAX, SECONDS_MAX, REQUESTS_MAX = 1_000_000, 30 * 86_400, 100_000_000
 _SECOND = r"(\d{1,9}(?:\.\d{1,6})?)"
 DEATH = re.compile(rf"(\d{{1,4}})(?:-(\d{{1,4}}))?@{_SECOND}(?:\.\.{_SECOND})?")
 START = re.compile(rf"(\d{{1,4}})(?:-(\d{{1,4}}))?@{_SECOND}")
-# A picture has so many moments.
-MOMENTS = 120
+GPU_URL = "http://gpu-"
+# A picture has so many moments; where the fleet is scaled, a day has some 5 minutes between two of them.
+MOMENTS, SCALED_MOMENTS = 120, 288
+# The time of a picture: what it is told in, from how many seconds on.
+TIME_UNITS = (("h", 3600.0, 7200.0), ("min", 60.0, 600.0), ("s", 1.0, 0.0))
 # What of the configuration an engine on virtual time goes by. The endpoints are given, and speak one protocol.
 SIMULATED = (
     "batching.",
@@ -73,6 +79,8 @@ class Gpus(msgspec.Struct, frozen=True, kw_only=True):
     away: Mapping[int, Sequence[Away]] = {}
     # To buy one.
     price: float = 30_000.0
+    # How long one that is ordered takes to come; None: none are ordered, there are `count` all the time.
+    start_up_s: float | None = None
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):
@@ -189,6 +197,11 @@ class Moment(msgspec.Struct, frozen=True):
     refused: float
     p99_ms: float | None
     gpus_busy: float
+    # At its end.
+    gpus_wanted: int
+    gpus_there: int
+    # Of the time of all slots of those that were there.
+    busy_share: float
 
 
 class Simulated(msgspec.Struct, frozen=True):
@@ -205,6 +218,8 @@ class Simulated(msgspec.Struct, frozen=True):
     queue_ms: Quantiles
     all: TierReport
     tiers: dict[str, TierReport]
+    # Where the fleet follows the rules of scaling.
+    scaled: Scaled | None = None
     moments: list[Moment] = []
 
 
@@ -330,18 +345,19 @@ class Simulation:
         self._next = next(self._times, inf)
         self._number = self._under_way = 0
         self._none_left = asyncio.Event()
-        self._busy_share = 0.0
-        # The moments of a picture, and the latencies since the last one.
+        self._busy_share = self._gpu_seconds = 0.0
+        self._fleet: ScaledFleet | None = None
+        # The moments of a picture, or those by which is told what scaling did; and the latencies since the last one.
         self._moments: list[Moment] = []
-        self._moments_wanted = moments
-        self._lately: list[float] | None = [] if moments else None
+        self._moments_wanted = moments if gpus.start_up_s is None else SCALED_MOMENTS
+        self._lately: list[float] | None = [] if self._moments_wanted else None
 
     def run(self) -> Simulated:
         """Run it to the last outcome."""
         self._clock.run(self._run())
         seconds, parts, whole = self._load.seconds, self._parts, self._whole
         answers = sum(part.answers for part in parts)
-        money = self._gpus.count * self._gpus.price / WRITE_OFF_YEARS
+        money = self._gpu_seconds / seconds * self._gpus.price / WRITE_OFF_YEARS
 
         def report(tally: Tally, answers: int) -> TierReport:
             return replace(tally.tier_report(seconds), goodput=round(answers / seconds, 1))
@@ -355,7 +371,24 @@ class Simulation:
             queue_ms=whole.queue.quantiles(),
             all=report(whole, answers),
             tiers={part.tally.name: report(part.tally, part.answers) for part in parts},
+            scaled=self._tell_scaled(),
             moments=self._moments,
+        )
+
+    def _tell_scaled(self) -> Scaled | None:
+        if self._fleet is None:
+            return None
+        begins, moments = self._counts_from, self._moments
+        # What came once has no rate of which one could say that it stays.
+        shares = [] if isinstance(self._load, Recorded) else steady_shares(self._load.segments, moments)
+        return Scaled(
+            gpus_mean=round(self._gpu_seconds / self._load.seconds, 2),
+            gpus_most=max((moment.gpus_there for moment in moments), default=self._gpus.count),
+            steady_busy_share=round(sum(shares) / len(shares), 4) if shares else None,
+            steady_lowest=round(shares[len(shares) // 20], 4) if shares else None,
+            steady_highest=round(shares[-1 - len(shares) // 20], 4) if shares else None,
+            steady_s=round(len(shares) * self._load.seconds / self._moments_wanted, 1),
+            changes=[replace(each, at_s=round(each.at_s - begins, 3)) for each in self._fleet.changes],
         )
 
     def _make_parts(self) -> list[Part]:
@@ -374,12 +407,10 @@ class Simulation:
         return parts
 
     def _make_endpoints(self, model: Model) -> MakeEndpoint:
-        numbers = {url: number for number, url in enumerate(self._settings.upstream.endpoints, 1)}
-        gpu, seed = self._gpus.each, self._load.seed
+        gpu, seed, begins = self._gpus.each, self._load.seed, self._counts_from
 
         def make(address: Address) -> Gpu:
-            number = numbers[address.url]
-            begins = self._counts_from
+            number = int(address.url.removeprefix(GPU_URL))
             away = [Away(begins + each.begins_s, begins + each.ends_s) for each in self._gpus.away.get(number, ())]
             # Each draws its own faults and jitter.
             own = replace(gpu, seed=(seed if gpu.seed is None else gpu.seed) * GPUS_MAX + number)
@@ -391,21 +422,32 @@ class Simulation:
     async def _run(self) -> None:
         draw = Random(f"engine/{self._load.seed}").random
         runtime = Runtime(self._settings, self._clock, draw, self._make_endpoints)
+        model = runtime.models[self._settings.model]
         self._limits = intake_settings(runtime)
         self._engine = Engine(runtime)
+        if self._gpus.start_up_s is not None:
+            self._fleet = ScaledFleet(
+                self._engine,
+                self._settings.model,
+                range(1, self._gpus.count + 1),
+                self._gpus.start_up_s,
+                lambda number: Address(f"{GPU_URL}{number}", addresses(model)[0].slots),
+                self._make_endpoints(model),
+                self._is_lost,
+            )
         self._await_next_turn()
         await self._engine.run(self._last())
 
     async def _last(self) -> None:
         """Until the last request has its outcome."""
         await asyncio.sleep(self._load.warm_s)
-        busy_s = self._busy_s()
+        busy_s, gpu_s = self._busy_s(), self._gpu_s()
         if self._lately is None:
             await asyncio.sleep(self._load.seconds)
         else:
             await self._watch(self._lately, self._load.seconds / self._moments_wanted)
-        slots = self._gpus.count * self._gpus.each.slots
-        self._busy_share = (self._busy_s() - busy_s) / (slots * self._load.seconds)
+        self._gpu_seconds = self._gpu_s() - gpu_s
+        self._busy_share = (self._busy_s() - busy_s) / (self._gpus.each.slots * self._gpu_seconds)
         self._none_left.clear()
         if self._under_way:
             await self._none_left.wait()
@@ -413,24 +455,39 @@ class Simulation:
     async def _watch(self, latencies: list[float], step_s: float) -> None:
         """Note what happens, as often as is wanted."""
 
-        def counts() -> tuple[int, int, int, float]:
-            return self._whole.sent, sum(part.answers for part in self._parts), self._whole.errors, self._busy_s()
+        def counts() -> tuple[float, ...]:
+            answers = sum(part.answers for part in self._parts)
+            return self._whole.sent, answers, self._whole.errors, self._busy_s(), self._gpu_s()
 
         before = counts()
         latencies.clear()
         for number in range(1, self._moments_wanted + 1):
             await asyncio.sleep(self._counts_from + number * step_s - self._clock())
             now = counts()
-            came, served, refused, busy = ((after - first) / step_s for after, first in zip(now, before, strict=True))
+            deltas = zip(now, before, strict=True)
+            came, served, refused, busy, there = ((after - first) / step_s for after, first in deltas)
             latencies.sort()
             p99_ms = latencies[int(0.99 * len(latencies))] * 1000 if latencies else None
-            slots = self._gpus.each.slots
-            self._moments.append(Moment(number * step_s, came, served, refused, p99_ms, busy / slots))
+            busy /= self._gpus.each.slots
+            fleet, count = self._fleet, self._gpus.count
+            gpus = (count, count) if fleet is None else (fleet.wanted, fleet.there)
+            share = busy / there if there else 0.0
+            self._moments.append(Moment(number * step_s, came, served, refused, p99_ms, busy, *gpus, share))
             before = now
             latencies.clear()
 
     def _busy_s(self) -> float:
         return sum(endpoint.gpu.stats().busy_seconds for endpoint in self._endpoints)
+
+    def _gpu_s(self) -> float:
+        """How long all GPUs together were there until now."""
+        if self._fleet is not None:
+            return self._fleet.gpu_seconds()
+        return self._gpus.count * (self._clock() - self._starts)
+
+    def _is_lost(self, number: int) -> bool:
+        since = self._clock() - self._counts_from
+        return any(away.begins_s <= since and away.ends_s == inf for away in self._gpus.away.get(number, ()))
 
     def _await_next_turn(self) -> None:
         if self._next == inf:
@@ -481,16 +538,24 @@ class Simulation:
 
 def picture(run: Simulated) -> str:
     """What happened over time, as SVG."""
-    times = [moment.at_s for moment in run.moments]
+    unit, unit_s = next((name, each) for name, each, least in TIME_UNITS if run.seconds >= least)
+    times = [moment.at_s / unit_s for moment in run.moments]
 
     def panel(title: str, **names: str) -> Panel:
         return Panel(
             title, times, {told: [getattr(each, name) for each in run.moments] for told, name in names.items()}
         )
 
-    rates = panel("requests/s", offered="offered", served="served", refused="refused")
-    panels = [rates, panel("p99 (ms)", answered="p99_ms"), panel("GPUs", busy="gpus_busy")]
-    return draw_over_time(f"{run.all.offered:,} requests in {run.seconds:,g} s", "s", panels)
+    panels = [
+        panel("requests/s", offered="offered", served="served", refused="refused"),
+        panel("p99 (ms)", answered="p99_ms"),
+    ]
+    if run.scaled is None:
+        panels.append(panel("GPUs", busy="gpus_busy"))
+    else:
+        panels.append(panel("GPUs", wanted="gpus_wanted", there="gpus_there", busy="gpus_busy"))
+        panels.append(panel("busy share", **{"of those there": "busy_share"}))
+    return draw_over_time(f"{run.all.offered:,} requests in {run.seconds / unit_s:,g} {unit}", unit, panels)
 
 
 def text_of(size: int) -> bytes:
@@ -509,7 +574,7 @@ def settings_for(settings: Settings, gpus: int) -> Settings:
         broker=replace(settings.broker, url="", total_timeout_s=total_timeout_s(settings)),
         batching=model.batching,
         upstream=UpstreamSettings(
-            endpoints=[f"http://gpu-{number}/" for number in range(1, gpus + 1)],
+            endpoints=[f"{GPU_URL}{number}" for number in range(1, gpus + 1)],
             timeout_s=upstream.timeout_s,
             attempts=upstream.attempts,
             pad=upstream.pad,
