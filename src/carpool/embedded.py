@@ -96,6 +96,7 @@ class EmbeddedProcess(Process):
         demands = Demands(
             runtime,
             self.admission.shedders,
+            self.admission.gate.turned_away,
             sync_arrivals=lambda model: broker.arrivals(model) - arrivals[model],
             task_arrivals=arrivals.__getitem__,
         )

@@ -21,6 +21,12 @@ QUICK: dict[str, object] = {
     "carpool.composition.scaling.MEASURE_S": 0.2,
     "carpool.core.scaling.STANDS_S": 0.5,
 }
+# And what is not needed goes quickly.
+QUICK_TO_NONE: dict[str, object] = {
+    "carpool.core.scaling.COOLDOWN_S": 0.5,
+    "carpool.core.scaling.PEAK_S": 1.0,
+    "carpool.core.scaling.BUCKET_S": 0.25,
+}
 
 
 async def scale(process: GatewayProcess) -> dict[str, Any]:
@@ -170,9 +176,42 @@ async def test_without_redis_nothing_is_known_and_the_number_stays(tmp_path: Pat
         assert await wanted(gateway) == before
 
 
+async def test_a_model_without_batchers_comes_back_for_synchronous_requests(
+    tmp_path: Path, redis_server: RedisServer
+) -> None:
+    gone = {"carpool.composition.redis_admission.BATCHERS_GONE_S": 0.0}
+    settings = {**QUICK, **QUICK_TO_NONE, **gone, "broker.namespace": tmp_path.name}
+    async with fleet_over(tmp_path, redis_server.url, settings) as fleet:
+        batcher = await fleet.add("batcher", "--upstream", SLOW)
+        gateway = (await fleet.add("gateway")).process
+        await gateway.until_ready()
+        assert (await gateway.ask("first")).status == 200
+
+        async def none_are() -> bool:
+            return await wanted(gateway) == 0
+
+        await until(none_are)
+        batcher.end()
+
+        async def is_alone() -> bool:
+            return (await ask_once(gateway.admin_port, "GET", "/internal/ready")).status == 503
+
+        # What comes earlier is admitted, and waits for a batcher.
+        await until(is_alone)
+        assert await wanted(gateway) == 0
+        async with flood(gateway, at_once=2) as statuses:
+            await until_wanted(gateway, 1)
+        assert set(statuses) == {503}
+        await batcher.replace()
+
+        async def is_served() -> bool:
+            return (await gateway.ask("again")).status == 200
+
+        await until(is_served)
+
+
 async def test_a_model_with_tasks_alone_has_no_gpu_until_one_comes(tmp_path: Path, redis_server: RedisServer) -> None:
-    times = {"COOLDOWN_S": 0.5, "PEAK_S": 1.0, "BUCKET_S": 0.25}
-    settings = {**QUICK, "broker.namespace": tmp_path.name} | {f"carpool.core.scaling.{k}": v for k, v in times.items()}
+    settings = {**QUICK, "broker.namespace": tmp_path.name, **QUICK_TO_NONE}
     gpu = HeldGpu()
     with gpu.running():
         async with fleet_over(tmp_path, redis_server.url, settings) as fleet:

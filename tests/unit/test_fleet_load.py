@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
+from msgspec.structs import replace
 
 from carpool.broker.redis.client.link import RedisFailure
 from carpool.broker.redis.client.nodes import Nodes
@@ -60,7 +61,16 @@ def serving(*endpoints: str, model: str = "m", cores: float = 0.0, **facts: Any)
 
 
 def load_of(view: FleetView, unread: int = 0, model: str = "m") -> ModelLoad:
-    return model_loads(view, [model], unread, TIERS, drain_s=300.0, wait_max_s=2.0)[model]
+    load = model_loads(view, [model], unread, TIERS, drain_s=300.0, wait_max_s=2.0)[model]
+    assert load is not None
+    return load
+
+
+def shown_as(said: Heartbeat, **facts: Any) -> Heartbeat:
+    """The same batcher with this to be seen of its endpoints."""
+    heartbeat = said.models["m"]
+    endpoints = tuple(replace(each, **facts) for each in heartbeat.endpoints)
+    return replace(said, models={"m": replace(heartbeat, endpoints=endpoints)})
 
 
 def test_what_comes_to_all_gateways() -> None:
@@ -126,12 +136,61 @@ def test_batchers_with_gpus_of_their_own_come_with_them() -> None:
     assert load.cores == pytest.approx(0.3)
     shared = view_of([], [serving("http://a/", cores=0.1, rate=40.0), serving("http://a/", rate=2.0)])
     load = batcher_load(shared, {"m": 7})
-    assert (load.least, load.rps, load.rps_each, load.cores) == (1, 42.0, BATCHER_RPS, 0.0)  # one does not say
+    assert (load.least, load.rps, load.rps_each) == (1, 42.0, BATCHER_RPS)
+    assert load.cores == pytest.approx(0.2)  # one does not say
+
+
+@pytest.mark.parametrize("failing", [0, 1], ids=["starts", "fails"])
+def test_a_gpu_that_does_not_work_takes_no_batcher_away(failing: int) -> None:
+    well = [serving("http://localhost/") for _ in range(9)]
+    unwell = serving("http://localhost/", works=0, healthy_slots=0, capacity_rps=0.0, failing=failing)
+    unwell = shown_as(unwell, state="offline", breaker="open")
+    view = view_of([], [*well, unwell])
+    assert load_of(view).works == 9
+    assert batcher_load(view, {"m": 10}).least == 10
+
+
+def test_a_batcher_without_endpoints_takes_no_other_away() -> None:
+    assert batcher_load(view_of([], [serving("http://a/"), serving("http://b/"), serving()]), {"m": 7}).least == 7
+
+
+@pytest.mark.parametrize(
+    ("endpoints", "least"),
+    [
+        (["sim:"], 4),
+        (["http://localhost:8000/"], 4),
+        (["http://127.0.0.1:1/", "http://127.0.0.1:2/"], 2),
+        (["http://a/"], 1),  # others would call it, too
+        (["http://localhost:8000/", "http://a/"], 1),
+        ([], 1),
+    ],
+)
+def test_a_batcher_that_is_alone_has_what_is_on_its_machine(endpoints: list[str], least: int) -> None:
+    assert batcher_load(view_of([], [serving(*endpoints)]), {"m": 4}).least == least
+
+
+def test_batchers_that_do_not_tell_how_many_endpoints_work() -> None:
+    addresses = [[f"http://{batcher}{number}/" for number in range(4)] for batcher in "abcd"]
+    all_tell = load_of(view_of([], [serving(*each) for each in addresses]))
+    for new in range(4):
+        batchers = [serving(*each, works=4 if n < new else 0) for n, each in enumerate(addresses)]
+        assert load_of(view_of([], batchers)) == all_tell
+    # They show which ones do.
+    broken = serving("http://e/", works=0, healthy_slots=0, capacity_rps=0.0)
+    for facts in ({"breaker": "open"}, {"state": "offline"}):
+        assert load_of(view_of([], [serving("http://f/"), shown_as(broken, **facts)])).works == 1
+
+
+def test_what_is_neither_told_nor_shown_is_not_known() -> None:
+    untold = serving(healthy_slots=2000, slots=2000, capacity_rps=640_000.0)  # too many to be shown
+    view = view_of([], [serving("http://a/"), untold])
+    assert model_loads(view, ["m"], 0, TIERS, drain_s=300.0, wait_max_s=2.0) == {"m": None}
 
 
 def test_gateways_by_their_cores() -> None:
     load = gateway_load(view_of([Heartbeat("ok", rate=10.0, cores=0.5), Heartbeat("ok", rate=5.0, cores=0.25)], []))
     assert (load.live, load.rps, load.cores) == (2, 15.0, 0.75)
+    assert gateway_load(view_of([Heartbeat("ok", rate=10.0)], [])).cores == 0.0
 
 
 class OneKey:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from math import inf, sqrt
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -17,7 +17,7 @@ from carpool.admission.shedding import (
     pressure,
 )
 from carpool.composition.shedding import learn_share
-from carpool.core.errors import Shed
+from carpool.core.errors import Shed, UpstreamDown
 from carpool.core.request import Request
 from carpool.testing import Witness, make_request
 
@@ -295,6 +295,19 @@ def test_who_would_be_late_takes_no_place_from_others() -> None:
         scene.shedder.tick(scene.now)
     assert scene.shedder.shed[ENTERPRISE] == 5000
     assert scene.shedder.predicted_wait_s(FREE) == pytest.approx(0.02)
+
+
+@pytest.mark.parametrize(("is_down", "turned_away"), [(True, 3), (False, 0)], ids=["for all", "for one owner"])
+def test_who_finds_no_endpoint_came_all_the_same(is_down: bool, turned_away: int) -> None:
+    """More GPUs would do nothing for an owner that alone is shut out."""
+    upstream, nothing = Up(), cast(Any, None)
+    upstream.is_down, upstream.is_shut_to_some = is_down, not is_down
+    upstream.is_shut_to = lambda owner: not is_down  # type: ignore[method-assign]
+    gate = Gate(nothing, nothing, {"m": upstream, "other": Up()}, lowest_tier=2)
+    single, *others = (make_request(name, Witness(), now=0.0) for name in "abc")
+    assert isinstance(gate.admit(single), UpstreamDown)
+    assert isinstance(gate.judge_all(others), UpstreamDown)
+    assert gate.turned_away == {"m": turned_away, "other": 0}
 
 
 class TestCallsOfMany:

@@ -59,6 +59,8 @@ class Gate:
         self.early: EarlyRefusals | None = (
             EarlyShedder(next(iter(shedders.values())), clock) if len(shedders) == 1 and decides_early else None
         )
+        # By model: synchronous requests that were refused as no endpoint may be called. For scaling they came, too.
+        self.turned_away = dict.fromkeys(upstreams, 0)
         self._lowest_tier = lowest_tier
         self._owners = Owners(trusted_proxies)
         # The caller behind a request with these headers, which came over the connection to that peer; raises why not.
@@ -94,7 +96,7 @@ class Gate:
         upstream = self._upstreams[request.model]
         is_any_shut = upstream.is_down or upstream.is_shut_to_some
         if is_any_shut and not request.is_judged and is_closed_to(request, upstream):
-            return upstream_down(upstream)
+            return self._turn_away(request.model, 1)
         shedder = self._shedders.get(request.model)
         if shedder is None or request.is_judged:
             return self._broker.submit(request)
@@ -109,13 +111,20 @@ class Gate:
             request.place += shedder.queue_s
         return self._broker.submit(request)
 
+    def _turn_away(self, model: str, count: int) -> UpstreamDown:
+        """No endpoint may be called. An owner that alone is shut out brings no demand: more GPUs would do the same."""
+        upstream = self._upstreams[model]
+        if upstream.is_down:
+            self.turned_away[model] += count
+        return upstream_down(upstream)
+
     def judge_all(self, requests: Sequence[Request]) -> CarpoolError | None:
         """Why the requests of one call are not let in, all of them; if they are, `admit` still has to let each in."""
         first = requests[0]
         upstream = self._upstreams[first.model]
         # Once for all: the first of them may take the only probe, by which the endpoint is down for the others.
         if is_closed_to(first, upstream):
-            return upstream_down(upstream)
+            return self._turn_away(first.model, len(requests))
         if (refusal := self._broker.refusal_of_all(requests)) is not None:
             return refusal
         if (shedder := self._shedders.get(first.model)) is not None:
@@ -165,7 +174,7 @@ def is_closed_to(request: Request, upstream: Availability) -> bool:
 
 def upstream_down(upstream: Availability) -> UpstreamDown:
     """The error while no endpoint may be called."""
-    failed = "has answered no call well so far" if upstream.has_never_worked() else "failed the last calls to it"
+    failed = "has answered no call well so far" if upstream.has_never_worked() else "failed the last calls, or is gone"
     text = f"the inference API {failed}, and is left alone for a moment; try again soon, or submit a task"
     return UpstreamDown(text, retry_after_s=upstream.retry_after_s())
 

@@ -167,7 +167,11 @@ class RedisAdmission(Admission):
         redis_context.when_nodes_change.append(self.queue.nodes_changed)
         redis_context.when_heard.append(self._heard)
         self._demands = Demands(
-            runtime, shedders, self.queue.pending.arrivals.__getitem__, self.tasks.arrivals.__getitem__
+            runtime,
+            shedders,
+            self.gate.turned_away,
+            sync_arrivals=self.queue.pending.arrivals.__getitem__,
+            task_arrivals=self.tasks.arrivals.__getitem__,
         )
         # By thresholds: how many wait at all gateways together.
         self._counts_whole = runtime.settings.shedding.mode == "thresholds"

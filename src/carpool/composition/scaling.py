@@ -39,12 +39,13 @@ class Demands:
         self,
         runtime: Runtime,
         shedders: Mapping[str, LoadShedder],
-        # By model: synchronous requests that were admitted so far, and tasks.
+        # By model: synchronous requests that found no endpoint so far, those that were admitted, and tasks.
+        turned_away: Mapping[str, int],
         sync_arrivals: Callable[[str], int],
         task_arrivals: Callable[[str], int],
     ) -> None:
         self._shedders = shedders
-        self._arrivals = (sync_arrivals, task_arrivals)
+        self._turned_away, self._sync, self._tasks = turned_away, sync_arrivals, task_arrivals
         self._tiers = len(runtime.settings.tiers)
         self._counts = {model: self._count(model) for model in runtime.models}
         self._rates = {model: [0.0] * len(counts) for model, counts in self._counts.items()}
@@ -54,15 +55,16 @@ class Demands:
 
     def of(self, model: str) -> Demand:
         """The rates of the last seconds, and the wait of now."""
-        admitted, tasks, *refused = self._rates[model]
+        others, tasks, *refused = self._rates[model]
         shedder = self._shedders.get(model)
         # An infinite one has no place in JSON.
         wait_s = 0.0 if shedder is None else min(shedder.predicted_wait_s(self._tiers - 1), 1e6)
-        return Demand(admitted + sum(refused), tasks, tuple(refused), wait_s)
+        return Demand(others + sum(refused), tasks, tuple(refused), wait_s)
 
     def _count(self, model: str) -> list[int]:
         shedder = self._shedders.get(model)
-        return [*(count(model) for count in self._arrivals), *([] if shedder is None else shedder.shed)]
+        others = self._sync(model) + self._turned_away[model]
+        return [others, self._tasks(model), *([] if shedder is None else shedder.shed)]
 
     def _measure(self) -> None:
         now = self._clock()

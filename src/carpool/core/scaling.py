@@ -5,8 +5,9 @@
 2. The load of a model, in GPUs: what comes by what one GPU serves with full batches; or what its GPUs are busy with, if
    that is more. A slot that is busy with a small batch is so much less busy: with little to do, fewer GPUs would do.
    GPUs are to be busy for 75 % of their time. From 70 to 80 % the number stays as it is.
-3. What was refused for load came, too: it counts as if it had been served. And while some is, small batches are no
-   less busy than full ones: where few requests may ride together, no others fit in.
+3. What was refused came, too, for load or as no GPU was there: it counts as if it had been served. And while some is
+   refused for load, small batches are no less busy than full ones: where few requests may ride together, no others
+   fit in.
 4. What waits is to be served within `drain_s`, beside what comes.
 5. Where a synchronous request would wait for more than half of the time that it may, there are to be as many more GPUs
    as make it half of that, at most twice as many as work. While GPUs that were ordered are not there yet, the wait is

@@ -73,7 +73,14 @@ class ScaledFleet:
         self.decisions = Decisions()
         self.changes: list[Change] = []
         self._gpu_seconds = 0.0
-        demands = Demands(runtime, engine.admission.shedders, sync_arrivals=broker.arrivals, task_arrivals=lambda _: 0)
+        admission = engine.admission
+        demands = Demands(
+            runtime,
+            admission.shedders,
+            admission.gate.turned_away,
+            sync_arrivals=broker.arrivals,
+            task_arrivals=lambda _: 0,
+        )
         services, settings = engine.serving.services, runtime.settings
         Scaling(runtime, lambda _: own_loads(services, demands, broker.depth_of, settings), self).start()
 

@@ -6,6 +6,9 @@
 2. Times are those of Redis's clock, which came with the heartbeats.
 3. An endpoint that several batchers call is one GPU. One on a batcher's own machine (localhost) is that machine's, and
    a simulated one is the batcher's.
+4. Batchers have GPUs of their own where no two of them name the same endpoint; one that is alone has its own where all
+   of its endpoints are on its machine. An endpoint that fails, or still starts, is there: it counts with its batcher.
+5. Versions that do not tell how many endpoints work show which ones do. Where neither is known, nothing is.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +19,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from carpool.broker.redis.client.nodes import Nodes
-from carpool.broker.redis.fleet.view import FleetMember, FleetView
+from carpool.broker.redis.fleet.view import OFFLINE, FleetMember, FleetView, ModelHeartbeat
 from carpool.broker.redis.keys import Keys
 from carpool.broker.redis.scripts import SCALE
 from carpool.core.scaling import BATCHER_RPS, GATEWAY_RPS, Decisions, ModelLoad, ServerLoad
@@ -65,8 +68,8 @@ class SharedDecisions:
 
 def model_loads(
     view: FleetView, models: Sequence[str], unread: int, tiers: Sequence[str], *, drain_s: float, wait_max_s: float
-) -> dict[str, ModelLoad]:
-    """The load of each model; `unread` requests of all of them wait in Redis."""
+) -> dict[str, ModelLoad | None]:
+    """The load of each model, None where it is not known; `unread` requests of all of them wait in Redis."""
     waiting = waiting_by_model(view, models, unread)
     return {
         model: _model_load(view, model, waiting[model], tiers, drain_s=drain_s, wait_max_s=wait_max_s)
@@ -76,12 +79,15 @@ def model_loads(
 
 def _model_load(
     view: FleetView, model: str, waiting: int, tiers: Sequence[str], *, drain_s: float, wait_max_s: float
-) -> ModelLoad:
+) -> ModelLoad | None:
     demands = [each.heartbeat.demand[model] for each in view.live_gateways() if model in each.heartbeat.demand]
     sync_rps = sum(each.sync_rps for each in demands)
     refused = [sum(rates) for rates in zip(*(each.refused_rps for each in demands), strict=False)]
     serving = [heartbeat for _, heartbeat in view.serving(model)]
-    works = _gpus(view, model, sum(heartbeat.works for heartbeat in serving))
+    working = [_working(heartbeat) for heartbeat in serving]
+    if any(heartbeat.healthy_slots and not count for heartbeat, count in zip(serving, working, strict=True)):
+        return None
+    works = _gpus(view, model, sum(working))
     slots = sum(heartbeat.healthy_slots for heartbeat in serving) or 1
     return ModelLoad(
         works=works,
@@ -122,27 +128,39 @@ def batcher_load(view: FleetView, gpus_wanted: Mapping[str, int]) -> ServerLoad:
     batchers = view.live_batchers()
     least = 1
     for model, wanted in gpus_wanted.items():
-        has = [heartbeat.works for _, heartbeat in view.serving(model)]
-        if len(has) > 1 and all(has) and _gpus(view, model, sum(has)) == sum(has):
-            least = max(least, -(-wanted * len(has) // sum(has)))
+        owners = sum(bool(heartbeat.endpoints) for _, heartbeat in view.serving(model))
+        named = _named(view, model)
+        is_told = owners > 1 or all(machine for machine, _ in named)
+        if named and is_told and len(set(named)) == len(named):  # rule 4
+            least = max(least, -(-wanted * owners // len(named)))
     rps = sum(heartbeat.rate for each in batchers for heartbeat in each.heartbeat.models.values())
     return ServerLoad(live=len(batchers), least=least, cores=_cores(batchers), rps=rps, rps_each=BATCHER_RPS)
 
 
 def _cores(members: Sequence[FleetMember]) -> float:
-    """What they use together; 0 where one is too old to tell."""
-    cores = [each.heartbeat.cores for each in members]
-    return sum(cores) if all(cores) else 0.0
+    """What they use together: those that do not tell, as they are too old or have just begun, are like the others."""
+    told = [each.heartbeat.cores for each in members if each.heartbeat.cores]
+    return sum(told) * len(members) / len(told) if told else 0.0
+
+
+def _working(heartbeat: ModelHeartbeat) -> int:
+    """How many endpoints get calls (rule 5)."""
+    return heartbeat.works or sum(each.breaker == "closed" and each.state != OFFLINE for each in heartbeat.endpoints)
 
 
 def _gpus(view: FleetView, model: str, count: int) -> int:
     """How many GPUs so many endpoints are, over all batchers (rule 3)."""
-    named = [_machine(member.name, each.endpoint) for member, beat in view.serving(model) for each in beat.endpoints]
+    named = _named(view, model)
     return round(count * len(set(named)) / len(named)) if named else count
 
 
+def _named(view: FleetView, model: str) -> list[tuple[str, str]]:
+    """The endpoints of all batchers."""
+    return [_machine(member.name, each.endpoint) for member, beat in view.serving(model) for each in beat.endpoints]
+
+
 def _machine(batcher: str, endpoint: str) -> tuple[str, str]:
-    """What tells an endpoint from others."""
+    """What tells an endpoint from others: where it is, "" for one that any batcher could call, and its name."""
     if endpoint.startswith("sim:"):
         return batcher, endpoint
     is_local = not (host := urlsplit(endpoint).netloc) or host.startswith(LOOPBACK)
