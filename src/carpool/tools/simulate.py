@@ -77,8 +77,8 @@ class Gpus(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if self.count > GPUS_MAX or self.count * self.each.slots > SLOTS_MAX:
             raise BadOption(
-                f"{self.count:,} GPUs with {self.each.slots:,} slots each are more than {GPUS_MAX:,} GPUs or "
-                f"{SLOTS_MAX:,} slots: give less (--gpus, --gpu, --costs)"
+                f"{self.count:,} x {self.each.slots:,} slots are more than {GPUS_MAX:,} GPUs, or than {SLOTS_MAX:,} "
+                "slots in all: give less (--gpus, --gpu, --costs)"
             )
         if not 0 <= self.price <= PRICE_MAX:  # NaN is outside, too
             raise BadOption(f"--gpu-price is {self.price}: give what a GPU costs to buy, up to {PRICE_MAX:,.0f}")
