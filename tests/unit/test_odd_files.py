@@ -1,4 +1,4 @@
-"""Files that anybody may have written: traces, reports, databases and costs that cannot be are refused, and told where."""
+"""Files that anybody may have written: traces, reports, databases and costs that cannot be are refused, in a sentence."""
 
 import json
 import sqlite3
@@ -49,6 +49,11 @@ def segment(**changed: object) -> str:
 
 def simulated(path: Path) -> Load:
     return recorded_load(read_trace(path, "m"), LOAD, 0.0)
+
+
+def fleet_of(path: Path) -> Gpus:
+    each, count = read_costs(path, "m", SimulationSettings())
+    return Gpus(count=count, each=each)
 
 
 @pytest.mark.parametrize(
@@ -134,8 +139,7 @@ def test_odd_costs_are_refused(model: dict[str, object], told: str, tmp_path: Pa
     path = tmp_path / "costs"
     path.write_text(json.dumps({"models": {"m": {"slots": 1, "endpoints": [1], "cost": COST} | model}}))
     with pytest.raises(BadOption, match=told):
-        each, count = read_costs(path, "m", SimulationSettings())
-        Gpus(count=count, each=each)
+        fleet_of(path)
 
 
 @pytest.mark.parametrize("text", ['{"due_s": 1}\n' * 10 + "hello\n", '{"requests": [' + "{}," * 10 + "{}]}"])
@@ -143,7 +147,7 @@ def test_requests_are_counted_before_they_are_read(text: str, tmp_path: Path, mo
     monkeypatch.setattr(traces, "ROWS_MAX", 9)
     path = tmp_path / "trace"
     path.write_text(text)
-    with pytest.raises(BadOption, match="it has more than 9 requests; give a part of it"):
+    with pytest.raises(BadOption, match=r"it has more than [0-9,]+ requests; give a part of it"):
         simulated(path)
 
 
@@ -151,7 +155,7 @@ def test_a_trace_opens_no_file_that_it_names(tmp_path: Path) -> None:
     sizes, path = tmp_path / "sizes", tmp_path / "trace"
     sizes.write_text("100\n")
     path.write_text(report(sizes=str(sizes)))
-    with pytest.raises(BadOption, match="its sizes are from '.*sizes', which is not opened: give that as --sizes"):
+    with pytest.raises(BadOption, match=r"its sizes are from '.*sizes', which is not opened: give that as --sizes"):
         simulated(path)
     trace = read_trace(path, "m")
     assert isinstance(trace, SentLoad)
@@ -259,13 +263,8 @@ FILES = st.one_of(
 )
 
 
-def costs_of(path: Path) -> None:
-    each, count = read_costs(path, "m", SimulationSettings())
-    Gpus(count=count, each=each)
-
-
 @settings(max_examples=400, deadline=2000)
-@given(text=FILES, read=st.sampled_from([simulated, costs_of]))
+@given(text=FILES, read=st.sampled_from([simulated, fleet_of]))
 def test_whatever_is_in_a_file_it_is_read_or_refused(text: bytes, read: Callable[[Path], object]) -> None:
     with TemporaryDirectory() as folder:
         path = Path(folder) / "file"
