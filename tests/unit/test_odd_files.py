@@ -1,4 +1,4 @@
-"""Files that anybody may have written: traces, reports, databases and costs that cannot be are refused, in a sentence."""
+"""Files that anybody may have written: odd traces, reports, databases and costs are refused, in a sentence."""
 
 import json
 import sqlite3
