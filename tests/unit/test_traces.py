@@ -192,7 +192,7 @@ def test_the_command_takes_both(
         (["--trace", "text"], "--trace: text is neither tracking.db, nor what `carpool requests --json`"),
         (["--trace", "empty"], "--trace: no request is in it"),
         (["--trace", "tier"], "--tiers: there is no tier 'gold'"),
-        (["--costs", "none"], "--costs: none is not what /internal/fleet says: No such file"),
+        (["--costs", "none"], "--costs: none cannot be read: No such file"),
         (["--costs", "text"], "--costs: text is not what /internal/fleet says: JSON is malformed"),
         (["--costs", "fleet"], "--costs: fleet has no `cost` of 'default': ask the gateway again when some calls"),
         (["--costs", "other"], "--costs: other has no model 'default'; it has m"),

@@ -341,5 +341,5 @@ def print_json(value: Any) -> None:
 
 def leave(complaint: str, status: int, command: str = "dlq") -> NoReturn:
     """End the command with one line on stderr."""
-    typer.echo(f"carpool {command}: {' '.join(complaint.split())}", err=True)
+    typer.echo(f"carpool {command}: {printable(' '.join(complaint.split()))}", err=True)
     raise typer.Exit(status)

@@ -52,6 +52,7 @@ _BOUNDS: dict[str, tuple[float, float, str]] = {
     "gpu_price": (LEAST, MOST, "what a GPU costs to buy"),
     "storage_price": (LEAST, MOST, "what a GB costs for a month"),
 }
+P99_BOUNDS = LEAST, MOST, "the milliseconds by when 99 of 100 requests are to be answered"
 
 
 class PlanError(ValueError):
@@ -79,11 +80,15 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     storage_price: float
 
     def __post_init__(self) -> None:
-        for name, (low, high, what) in _BOUNDS.items():
-            value = getattr(self, name)
-            if not low <= value <= high:  # NaN is outside, too
-                option = "--" + name.removesuffix("_s").replace("_", "-")
-                raise PlanError(f"{option} is {value}: give {what} from {shown(low)} to {shown(high)}")
+        for name, bounds in _BOUNDS.items():
+            check_bounds("--" + name.removesuffix("_s").replace("_", "-"), getattr(self, name), bounds)
+
+
+def check_bounds(option: str, value: float, bounds: tuple[float, float, str]) -> None:
+    """Raise PlanError if an option is outside of its bounds."""
+    low, high, what = bounds
+    if not low <= value <= high:  # NaN is outside, too
+        raise PlanError(f"{option} is {value}: give {what} from {shown(low)} to {shown(high)}")
 
 
 class Line(msgspec.Struct, frozen=True):

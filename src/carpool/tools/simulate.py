@@ -30,7 +30,7 @@ from carpool.settings import Model, Settings, models_of, total_timeout_s
 from carpool.settings.keys import KEYS
 from carpool.settings.schema import UpstreamSettings
 from carpool.tools.bench.run import BadOption, TierLoad, arrivals, gaps_of, turns
-from carpool.tools.bench.sizes import SIZE_MAX, parse_sizes
+from carpool.tools.bench.sizes import FIXED, LOGNORMAL, parse_sizes
 from carpool.tools.bench.tally import Arrivals, Quantiles, Segment, SentLoad, Tally, TierReport
 from carpool.tools.charts import Panel, draw_over_time
 from carpool.tools.plan import MILLION, WRITE_OFF_YEARS, YEAR_S
@@ -43,9 +43,9 @@ from carpool.virtual_time import VirtualClock
 
 # A request comes at most so much later than it was drawn.
 TURN_S = 0.001
-GPUS_MAX, COMPARED_MAX = 4096, 20
+GPUS_MAX, SLOTS_MAX, PRICE_MAX, COMPARED_MAX = 4096, 1 << 20, 1e9, 20
 # A million requests take half a minute.
-RATE_MAX, SECONDS_MAX, REQUESTS_MAX = 1_000_000, 30 * 86_400, 100_000_000
+RATE_MAX, SECONDS_MIN, SECONDS_MAX, REQUESTS_MAX = 1_000_000, 0.001, 30 * 86_400, 100_000_000
 _SECOND = r"(\d{1,9}(?:\.\d{1,6})?)"
 DEATH = re.compile(rf"(\d{{1,4}})(?:-(\d{{1,4}}))?@{_SECOND}(?:\.\.{_SECOND})?")
 START = re.compile(rf"(\d{{1,4}})(?:-(\d{{1,4}}))?@{_SECOND}")
@@ -71,7 +71,7 @@ class Away(NamedTuple):
 
 
 class Gpus(msgspec.Struct, frozen=True, kw_only=True):
-    """The GPUs, each an endpoint, all alike."""
+    """The GPUs, each an endpoint, all alike. Raises BadOption if those are more than a simulation takes."""
 
     count: int = 1
     each: SimulationSettings = SimulationSettings()
@@ -81,6 +81,15 @@ class Gpus(msgspec.Struct, frozen=True, kw_only=True):
     price: float = 30_000.0
     # How long one that is ordered takes to come; None: none are ordered, there are `count` all the time.
     start_up_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.count > GPUS_MAX or self.count * self.each.slots > SLOTS_MAX:
+            raise BadOption(
+                f"{self.count:,} x {self.each.slots:,} slots are more than {GPUS_MAX:,} GPUs, or than {SLOTS_MAX:,} "
+                "slots in all: give less (--gpus, --gpu, --costs)"
+            )
+        if not 0 <= self.price <= PRICE_MAX:  # NaN is outside, too
+            raise BadOption(f"--gpu-price is {self.price}: give what a GPU costs to buy, up to {PRICE_MAX:,.0f}")
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):
@@ -104,6 +113,8 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
             raise BadOption(f"a rate is over {RATE_MAX:,}/s; give a lower one (--rate, --schedule)")
         if not self.warm_s + self.seconds <= SECONDS_MAX:
             raise BadOption(f"it goes on for over {SECONDS_MAX:,} s; give less (--seconds, --schedule, --warm)")
+        if self.seconds < SECONDS_MIN:
+            raise BadOption(f"it goes on for less than {SECONDS_MIN} s; give more (--seconds, --schedule)")
         if (expected := sum(segment.expected for segment in self.all_segments())) > REQUESTS_MAX:
             less = "give a lower rate, or less time"
             raise BadOption(f"{expected:,.0f} requests would come, and at most {REQUESTS_MAX:,} may: {less}")
@@ -152,7 +163,7 @@ class Recorded(Load, frozen=True, kw_only=True):
         """As long as each was, where that is known."""
         if not any(self.rows.sizes):
             return Load.values(self)
-        return (text_of(min(size or self.payload_bytes, SIZE_MAX)) for size in self.rows.sizes)
+        return (text_of(size or self.payload_bytes) for size in self.rows.sizes)
 
     def owner_names(self, tier: str) -> Sequence[str]:
         """All owners: each asked in the tiers that it did."""
@@ -162,7 +173,9 @@ class Recorded(Load, frozen=True, kw_only=True):
 def recorded_load(trace: Rows | SentLoad, load: Load, warm_s: float) -> Load:
     """A trace in place of what a load has from its options. Raises BadOption."""
     if isinstance(trace, SentLoad):
-        sizes = parse_sizes(trace.sizes, trace.seed)
+        if not any(segment.expected for segment in trace.segments):
+            raise BadOption("it never sends anything: every rate is 0")
+        sizes = _sizes_of(trace, load)
         return Load(
             segments=trace.segments,
             warm_s=warm_s,
@@ -170,7 +183,7 @@ def recorded_load(trace: Rows | SentLoad, load: Load, warm_s: float) -> Load:
             # A tier of `carpool bench` has one key.
             owners=1,
             # Its first request has number 1.
-            sizes=sizes[1:] + sizes[:1],
+            sizes=[*sizes[1:], *sizes[:1]],
             payload_bytes=trace.payload_bytes,
             arrivals=trace.arrivals,
             seed=trace.seed,
@@ -186,6 +199,15 @@ def recorded_load(trace: Rows | SentLoad, load: Load, warm_s: float) -> Load:
         payload_bytes=load.payload_bytes,
         seed=load.seed,
     )
+
+
+def _sizes_of(trace: SentLoad, load: Load) -> Sequence[int]:
+    """What the bench drew. A file of sizes that it names is not opened: who gave it may have asked for any file."""
+    if trace.sizes == FIXED or trace.sizes.startswith(LOGNORMAL):
+        return parse_sizes(trace.sizes, trace.seed)
+    if not load.sizes:
+        raise BadOption(f"its sizes are from {trace.sizes!r}, which is not opened: give that as --sizes")
+    return load.sizes
 
 
 class Moment(msgspec.Struct, frozen=True):

@@ -13,11 +13,11 @@ import msgspec
 from carpool.settings import Settings
 from carpool.settings.schema import BatchingSettings, UpstreamSettings
 from carpool.tools.bench.tally import Segment
-from carpool.tools.plan import PlanError, Sizing, Workload, shown
+from carpool.tools.plan import P99_BOUNDS, PlanError, Sizing, Workload, check_bounds, shown
 from carpool.tools.simulate import GPUS_MAX, RATE_MAX, Gpus, Load, Simulation
 from carpool.upstream.simulated import SimulationSettings
 
-MANY, BATCH_TIMES, REQUESTS_MAX = 5_000, 20, 2_000_000
+MANY, BATCH_TIMES, REQUESTS_MAX, SECONDS_MAX = 5_000, 20, 2_000_000, 10_000
 ANSWERED_MIN = 0.99
 BATCH_MAX, PAYLOAD_BYTES = 65_536, 100
 
@@ -43,6 +43,7 @@ class Verified(msgspec.Struct, frozen=True):
 
 def verify(work: Workload, sizing: Sizing, p99_ms_max: float, told: Callable[[float, Checked], None]) -> Verified:
     """Simulate a plan at one of its rates; each run is told. Raises PlanError."""
+    check_bounds("--p99-ms", p99_ms_max, P99_BOUNDS)
     batch_s, rate = work.batch_ms / 1000, sizing.rate
     seconds = max(MANY / rate, BATCH_TIMES * batch_s)
     if not p99_ms_max > work.batch_ms:
@@ -51,6 +52,11 @@ def verify(work: Workload, sizing: Sizing, p99_ms_max: float, told: Callable[[fl
         raise PlanError(
             f"--verify takes {RATE_MAX:,}/s, {GPUS_MAX:,} GPUs, {BATCH_MAX:,} inputs a call and {REQUESTS_MAX:,} "
             f"requests within {BATCH_TIMES} calls at most: give a part of the rate, or --peak 1"
+        )
+    if seconds > SECONDS_MAX:
+        raise PlanError(
+            f"--verify takes {SECONDS_MAX:,} s, and {MANY:,} requests and {BATCH_TIMES} calls are {shown(seconds)} s: "
+            "give a higher rate, or a shorter call"
         )
     settings = Settings(
         batching=BatchingSettings(max_batch=work.batch),

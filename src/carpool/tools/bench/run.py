@@ -27,7 +27,7 @@ import msgspec
 from carpool.core.clock import monotonic
 from carpool.tools.bench.generator import LoadGenerator, Part, Target
 from carpool.tools.bench.payload import PAYLOAD_BYTES_MIN, PAYLOADS, RUN_ID_DIGITS, Face, Payload
-from carpool.tools.bench.tally import Arrivals, Report, Segment, SentLoad, Tally
+from carpool.tools.bench.tally import SHARE_MAX, Arrivals, Report, Segment, SentLoad, Tally
 
 Mode = Literal["sync", "task"]
 KEY_VARIABLE = "CARPOOL_API_KEY"
@@ -153,8 +153,8 @@ def _parse_tier(part: str, with_keys: bool) -> TierLoad:
         share = float(share_text)
     except ValueError:
         share = 0.0
-    if not 0 < share < float("inf"):
-        raise BadOption(f"{share_text!r} is not a share above 0")
+    if not 0 < share <= SHARE_MAX:
+        raise BadOption(f"{share_text!r} is not a share above 0 and up to {SHARE_MAX:,.0f}")
     return TierLoad(name, share, read_key(source))
 
 

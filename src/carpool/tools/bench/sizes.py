@@ -9,11 +9,11 @@ from random import Random
 
 from carpool.tools.bench.payload import PAYLOAD_BYTES_MIN
 from carpool.tools.bench.run import BadOption, parse_number
+from carpool.tools.bench.tally import INPUT_BYTES_MAX as SIZE_MAX
 
 FIXED, LOGNORMAL = "fixed", "lognormal:"
 # So many are drawn; after them the same ones come again.
 DRAWN = 65_536
-SIZE_MAX = 16 * 1024 * 1024
 SIGMA_MAX = 10
 # The largest size where MAX is not given, as lengths are cut at a model's longest input.
 MEDIANS_MAX = 16

@@ -5,11 +5,17 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from math import ceil, exp, log
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta
 
 Arrivals = Literal["poisson", "uniform"]
+# Of a tier, in proportion to the others.
+SHARE_MAX = 1e9
+# What files have is in these bounds: a report is read again, from whoever gives it.
+INPUT_BYTES_MAX = 16 * 1024 * 1024
+Text = Annotated[str, Meta(max_length=4096)]
 
 # Buckets grow by 1 %, and a bucket answers with its middle: half a percent of error at most.
 _BUCKETS_PER_E = 1 / log(1.01)
@@ -89,8 +95,8 @@ def input_bytes(sizes: Sequence[int], sent: int) -> InputBytes | None:
 class Segment(msgspec.Struct, frozen=True):
     """A stretch of time with one rate."""
 
-    rate: float
-    duration_s: float
+    rate: Annotated[float, Meta(ge=0)]
+    duration_s: Annotated[float, Meta(gt=0)]
 
     @property
     def expected(self) -> float:
@@ -101,14 +107,14 @@ class Segment(msgspec.Struct, frozen=True):
 class SentLoad(msgspec.Struct, frozen=True, kw_only=True):
     """What a run was to send: enough to make the same requests again."""
 
-    segments: list[Segment]
+    segments: Annotated[list[Segment], Meta(min_length=1, max_length=10_000)]
     arrivals: Arrivals
     seed: int
-    payload_bytes: int
+    payload_bytes: Annotated[int, Meta(ge=4, le=INPUT_BYTES_MAX)]
     # As --sizes has it.
-    sizes: str
+    sizes: Text
     # Shares by name.
-    tiers: dict[str, float]
+    tiers: Annotated[dict[Text, Annotated[float, Meta(gt=0, le=SHARE_MAX)]], Meta(max_length=1000)]
 
 
 class TierReport(msgspec.Struct, frozen=True):
