@@ -17,7 +17,7 @@ from carpool.testing import Witness, make_request
 from carpool.tracking import flights
 from carpool.tracking.flights import FlightRecorder
 from carpool.tracking.recorder import Recorder
-from carpool.tracking.records import BadRowsError, FlightRow, RequestQuestion
+from carpool.tracking.records import BadRowsError, FlightRow, RequestQuestion, StoreAwayError
 from carpool.tracking.sqlite import SqliteStore
 from support.flights import ended, flight, told
 from support.processes import until
@@ -278,3 +278,30 @@ async def test_a_batch_that_is_over_leaves_those_that_wait_again(
         recorder.ended(batch, requests)
         await until(lambda: recorder.waiting == 0)
         assert sorted(await states(path)) == [("one", "failed"), ("other", "queued")]
+
+
+async def test_tasks_that_other_processes_end_are_not_remembered(tmp_path: Path) -> None:
+    async with recording(tmp_path / "t.db", buffer_max=1000) as recorder:
+        for number in range(2000):
+            recorder.admitted(request_of(f"t{number}", is_task=True))
+            if number % 500 == 499:
+                await until(lambda: recorder.waiting == 0)
+        assert not recorder.stored
+
+
+async def test_while_the_store_is_away_tasks_that_end_are_not_all_remembered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with recording(tmp_path / "t.db", buffer_max=100) as recorder:
+
+        async def away(*_: object) -> None:
+            raise StoreAwayError("full")
+
+        monkeypatch.setattr(recorder.store, "write", away)
+        monkeypatch.setattr(recorder.store, "write_flights", away)
+        for number in range(3000):
+            task = request_of(f"t{number}", is_task=True)
+            recorder.admitted(task)
+            recorder.settled(task, Output(b"1", CALL))
+        assert recorder.waiting <= 100 + 2 * 100
+        assert recorder.dropped["in_flight"] > 0

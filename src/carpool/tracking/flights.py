@@ -3,7 +3,8 @@
 1. What the store is to be told of a request is kept once, by its key: a row, or that it is over. So a request that ends
    before the next write costs the store nothing, and what is late is never out of order.
 2. Outcomes are written first. Rows in flight come after them, and while the store is slow they are what is dropped:
-   beyond the bound no new request gets one. What is over is always told, for the store has a row then.
+   beyond the bound no new request gets one. What is over is told wherever the store has a row; of everybody's tasks it
+   may have one, and while too many wait to be told of, such a row stays until its request has an outcome or no time.
 3. Only requests that came in here get rows. Tasks that outlive their process (rule 6 of records.py) are everybody's:
    over Redis a gateway writes that one waits, a batcher that it runs, and who wrote its result that it is over.
 4. A process says again and again that it lives, and looks for others that do not.
@@ -51,8 +52,8 @@ class FlightRecorder(Recorder):
         self._changes: dict[Key, FlightRow | None] = {}
         # Requests that came in here and are not over, without tasks that are everybody's.
         self._own: set[Key] = set()
-        # What the store has a row of, or may have.
-        self._stored: set[Key] = set()
+        # What the store has a row of, or may have, without such tasks: who ends one may be another process.
+        self.stored: set[Key] = set()
         self._announce_at = self._look_at = self._clock()
         self.written["in_flight"] = self.dropped["in_flight"] = 0
 
@@ -115,10 +116,12 @@ class FlightRecorder(Recorder):
     def _over(self, request: Request) -> None:
         key = self._key(request)
         self._own.discard(key)
-        if key[0] and key not in self._stored:
+        if key[0] and key not in self.stored:
             self._changes.pop(key, None)
-        else:  # the row of a task may be another process's
+        elif key[0] or key in self._changes or len(self._changes) < 2 * self._buffer_max:
             self._changes[key] = None
+        else:
+            self.dropped["in_flight"] += 1
 
     # Writing.
 
@@ -126,7 +129,7 @@ class FlightRecorder(Recorder):
         await super()._work(is_last=is_last)
         now = self._clock()
         if now >= self._announce_at:
-            await self.store.announce(self.writer, [request_id for writer, request_id in self._stored if writer])
+            await self.store.announce(self.writer, [request_id for writer, request_id in self.stored if writer])
             self._announce_at = now + ANNOUNCE_EVERY_S
         await self._write_flights()
         if now >= self._look_at and not is_last:
@@ -142,13 +145,13 @@ class FlightRecorder(Recorder):
         """Write what is there now, in parts; what comes meanwhile is for the next time."""
         changes = iter(list(self._changes.items()))
         while some := dict(islice(changes, WRITTEN_AT_ONCE)):
-            self._stored.update(key for key, row in some.items() if row is not None)
+            self.stored.update(key for key, row in some.items() if row is not None and key[0])
             await self._write_some(some)
             for key, row in some.items():
                 if self._changes.get(key, self) is row:
                     del self._changes[key]
                 if row is None:
-                    self._stored.discard(key)
+                    self.stored.discard(key)
 
     async def _write_some(self, changes: Mapping[Key, FlightRow | None]) -> None:
         rows = [row for row in changes.values() if row is not None]
