@@ -33,7 +33,7 @@ def store_at(path: Path) -> SqliteStore:
 
 @asynccontextmanager
 async def recording(
-    path: Path, *, buffer_max: int = 1000, are_tasks_kept: bool = True
+    path: Path, *, buffer_max: int = 1000, are_tasks_kept: bool = True, are_tasks_seen: bool = True
 ) -> AsyncIterator[FlightRecorder]:
     """A recorder whose monotonic clock began at WALL, and stands at 11 s."""
     recorder = FlightRecorder(
@@ -41,6 +41,7 @@ async def recording(
         TIERS,
         buffer_max=buffer_max,
         are_tasks_kept=are_tasks_kept,
+        are_tasks_seen=are_tasks_seen,
         clock=lambda: 11.0,
         wall=lambda: WALL + 11.0,
     )
@@ -305,3 +306,15 @@ async def test_while_the_store_is_away_tasks_that_end_are_not_all_remembered(
             recorder.settled(task, Output(b"1", CALL))
         assert recorder.waiting <= 100 + 2 * 100
         assert recorder.dropped["in_flight"] > 0
+
+
+async def test_where_no_process_sees_a_task_from_its_beginning_to_its_end_it_has_no_row(tmp_path: Path) -> None:
+    async with recording(tmp_path / "t.db", are_tasks_seen=False) as recorder:
+        task, other = request_of("task", is_task=True), request_of("other")
+        for request in (task, other):
+            recorder.admitted(request)
+        recorder.sent([task, other], "http://gpu", 1, 10.5)
+        await until(lambda: recorder.waiting == 0)
+        assert await states(tmp_path / "t.db") == [("other", "processing")]
+        recorder.settled(task, Output(b"1", CALL))
+        recorder.settled(other, Output(b"1", CALL))

@@ -88,6 +88,7 @@ def fleet_of(path: Path) -> Gpus:
         (report(sizes="lognormal:nan,1"), "is not lognormal:MEDIAN,SIGMA"),
         (report(sizes=7), r"Expected `str`, got `int` - at `\$\.sizes`"),
         (report(more="x" * (1 << 20)), r"trace: `load` is over 1 MiB"),
+        ('{"due_s": 0}\n{"due_s": 1, "tier": "paid"}\n', "some requests of the trace have a tier, and some have none"),
     ],
 )
 def test_an_odd_trace_is_refused(text: str | bytes, told: str, tmp_path: Path) -> None:

@@ -63,8 +63,14 @@ def make_recorder(runtime: Runtime, store: Store) -> Recorder:
     tiers = [tier.name for tier in settings.tiers]
     if not settings.tracking.in_flight:
         return Recorder(store, tiers, buffer_max=BUFFER_MAX, clock=clock)
-    are_tasks_kept = settings.tasks.journal or bool(settings.broker.url)
-    return FlightRecorder(store, tiers, buffer_max=BUFFER_MAX, clock=clock, are_tasks_kept=are_tasks_kept)
+    return FlightRecorder(
+        store,
+        tiers,
+        buffer_max=BUFFER_MAX,
+        clock=clock,
+        are_tasks_kept=settings.tasks.journal or bool(settings.broker.url),
+        are_tasks_seen=settings.tracking.store == "postgres" or not settings.broker.url,
+    )
 
 
 def describe_tracking(recorder: Recorder | None) -> tuple[TrackingNumbers, ...]:

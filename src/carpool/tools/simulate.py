@@ -188,6 +188,8 @@ def recorded_load(trace: Rows | SentLoad, load: Load, warm_s: float) -> Load:
             arrivals=trace.arrivals,
             seed=trace.seed,
         )
+    if "" in trace.tiers and len(trace.tiers) > 1:
+        raise BadOption("some requests of the trace have a tier, and some have none")
     if (seconds := max(trace.seconds, 1.0) - warm_s) <= 0:
         raise BadOption(f"the trace has {trace.seconds:,.1f} s: give less as --warm")
     return Recorded(

@@ -6,7 +6,8 @@
    beyond the bound no new request gets one. What is over is told wherever the store has a row; of everybody's tasks it
    may have one, and while too many wait to be told of, such a row stays until its request has an outcome or no time.
 3. Only requests that came in here get rows. Tasks that outlive their process (rule 6 of records.py) are everybody's:
-   over Redis a gateway writes that one waits, a batcher that it runs, and who wrote its result that it is over.
+   over Redis a gateway writes that one waits, a batcher that it runs, and who wrote its result that it is over. Where
+   each process has a store of its own, none of them sees a task from its beginning to its end: tasks have no rows then.
 4. A process says again and again that it lives, and looks for others that do not.
 """
 
@@ -42,12 +43,13 @@ class FlightRecorder(Recorder):
         *,
         buffer_max: int,
         are_tasks_kept: bool,
+        are_tasks_seen: bool = True,
         clock: Clock = monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
         super().__init__(store, tiers, buffer_max=buffer_max, clock=clock, wall=wall)
         self.writer = token_hex(8)
-        self._are_tasks_kept = are_tasks_kept
+        self._are_tasks_kept, self._are_tasks_seen = are_tasks_kept, are_tasks_seen
         # What the store is not told yet; None: it is over.
         self._changes: dict[Key, FlightRow | None] = {}
         # Requests that came in here and are not over, without tasks that are everybody's.
@@ -67,6 +69,8 @@ class FlightRecorder(Recorder):
     def admitted(self, request: Request) -> None:
         """A request came in."""
         key = self._key(request)
+        if key is None:
+            return
         if len(self._changes) >= self._buffer_max:
             self.dropped["in_flight"] += 1
             return
@@ -77,14 +81,14 @@ class FlightRecorder(Recorder):
     def sent(self, batch: Sequence[Request], endpoint: str, attempt: int, now: float) -> None:
         """A call with these begins. Of requests that are coalesced one is here, for all of them."""
         for request in batch:
-            if self._has_row(key := self._key(request)):
+            if (key := self._key(request)) is not None and self._has_row(key):
                 self._change(key, request, endpoint, attempt, now)
 
     def ended(self, batch: Batch, requests: Sequence[Request]) -> None:
         """A batch is over; some may wait again."""
         super().ended(batch, requests)
         for request in requests:
-            if request.phase < DONE and self._has_row(key := self._key(request)):
+            if request.phase < DONE and (key := self._key(request)) is not None and self._has_row(key):
                 self._change(key, request, None, 0, batch.ended)
 
     def settled(self, request: Request, outcome: Outcome) -> None:
@@ -99,7 +103,10 @@ class FlightRecorder(Recorder):
             if not request.is_shared:
                 self._over(request)
 
-    def _key(self, request: Request) -> Key:
+    def _key(self, request: Request) -> Key | None:
+        """None: it has no row here."""
+        if request.is_task and not self._are_tasks_seen:
+            return None
         is_kept = request.is_task and self._are_tasks_kept
         return NOBODY if is_kept else self.writer, plain_id(request.id)
 
@@ -114,7 +121,8 @@ class FlightRecorder(Recorder):
         self._changes[key] = row
 
     def _over(self, request: Request) -> None:
-        key = self._key(request)
+        if (key := self._key(request)) is None:
+            return
         self._own.discard(key)
         if key[0] and key not in self.stored:
             self._changes.pop(key, None)
