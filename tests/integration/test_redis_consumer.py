@@ -37,6 +37,7 @@ from carpool.core.errors import (
 )
 from carpool.core.outcome import Output
 from carpool.core.request import Request
+from carpool.core.timers import Every
 from carpool.testing import ANYBODY, FakeClock, Witness, make_request
 from support.processes import PATIENCE_S, until
 from support.redis_halves import LINE_OFFSETS_MS, NEVER_MS, Batcher, Gateway, Halves, open_halves, until_seen
@@ -591,8 +592,10 @@ class TestLeases:
             if request.id == "innocent":
                 leaving.broker.settle(request, Draining("it leaves"))
         await leaving.until_confirmed()
-        batcher.consumer.look_at_all()
+        looking = Every(0.1, batcher.consumer.look_at_all)  # as its timer does
+        looking.start_now()
         await batcher.until_staged(1)
+        looking.stop()
         assert [request.id for request in batcher.broker.waiting_requests()] == ["innocent"]
 
     async def test_after_suspects_the_next_ones_come_at_once(self, halves: Halves) -> None:
