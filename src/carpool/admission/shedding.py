@@ -6,7 +6,8 @@
 2. The rule is turned around: a tier has *headroom* for so many more. That is counted anew every few milliseconds, from
    what truly waits; in between each admission takes a place. So most requests cost one comparison. While no tier has
    used half of its headroom, a count may be older: it shows too little headroom, and no request is refused by it.
-3. Half of what a tier may have waiting is for any request. Beyond that the wait of the request's owner counts: inside
+3. While more comes than can be served, half of what a tier may have waiting is for any request, else all of it (what
+   is short then will be there again). Beyond that the wait of the request's owner counts: inside
    a tier owners are served in turn, so an owner with few requests waits behind as many of each other owner, not behind
    all that the busiest of them has; and one with many would wait for all that the others still bring.
 4. Bursts are served, standing queues are cut. The queue of a tier and those above it stands while more of them wait
@@ -55,6 +56,8 @@ RECOUNT_S, RECOUNT_QUIET_S = 0.005, 0.05
 BURST_S = 1.0
 # The planned share of the time in the queue: a prediction is not exact, and admitted requests must not expire.
 MARGIN = 0.98
+# Rule 3: what is for any request while more comes than can be served.
+ANY_SHARE = 0.5
 UNENDED_TIMES = 2.0
 # Rule 5: how long the shortest wait is looked for, how many must be seen, and by how much trust falls and grows.
 GUARD_S = 0.5
@@ -484,6 +487,7 @@ class LoadShedder:
         running = min(sum(self._running), self._burst_rps * self._batch_s)
         waiting_late = sum(queue_stats.waiting for queue_stats in self._stats_by_tier) - running
         is_quiet, all_waiting = True, self._all_waiting()
+        for_any = ANY_SHARE if sum(self.rates) > max(self.capacity) else 1.0
         if self._lanes is None:  # a gateway that has Redis again does not know what waits there
             self._lane_counts = [0] * len(self._tiers)
         elif now >= self._lanes_counted_at + RECOUNT_QUIET_S:
@@ -496,7 +500,7 @@ class LoadShedder:
             allowed = max(served - self._overtaking(tier) - (self._ahead(tier) - waiting), batch_room + waiting)
             if tier == self._lowest:
                 allowed = max(allowed, served * self._min_share)
-            room = max(allowed / 2 - waiting, batch_room)
+            room = max(for_any * allowed - waiting, batch_room)
             self._allowed[tier] = allowed
             # While late requests or several lanes wait, each arrival is looked at by itself.
             self.headroom[tier] = min(room, 0.0) if self._goes_before_late[tier] or self._lane_counts[-1] > 1 else room
