@@ -75,14 +75,16 @@ async def test_more_than_can_be_served_wants_more_gpus_also_after_a_restart(tmp_
             await until(lambda: statuses.count(503) > 100)
             await until_wanted(gateway, 10)
         shown = (await scale(gateway))["models"]["default"]
-        most = shown["wanted"]
         assert shown["there"] == 1
-        assert "a GPU serves" in shown["why"]
-        assert await gateway.metric("carpool_wanted") == most
         assert "gateways" not in await scale(gateway)
+        most = 0  # the last that was told
 
-        def is_kept() -> bool:
-            return bool(json.loads((tmp_path / "scale.json").read_text())["models"]["default"]["wanted"] == most)
+        async def is_kept() -> bool:
+            """What is wanted may still have grown once."""
+            nonlocal most
+            most = await wanted(gateway) or 0
+            kept = json.loads((tmp_path / "scale.json").read_text())["models"]["default"]["wanted"]
+            return bool(kept == most == await gateway.metric("carpool_wanted"))
 
         await until(is_kept)
         gateway.kill()
