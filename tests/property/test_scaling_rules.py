@@ -126,7 +126,7 @@ def test_a_fleet_that_follows_settles(busy: float, works: int, truth: float, sta
 def test_up_whenever_the_backlog_goes_on_growing(gpu_rps: float, share: float, busy: float, works: int) -> None:
     """Also while the rate that is seen would be served easily: it was measured wrongly, or the GPUs are slow."""
     now, waiting, last = 1e6, 0.0, Decision(wanted=works, why="", needed_at=1e6, sync_at=1e6)
-    for _ in range(4000):
+    for _ in range(400):
         waiting += 10 * gpu_rps * works
         load = ModelLoad(
             works=works,

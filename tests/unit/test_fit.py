@@ -37,7 +37,7 @@ WEAK = SimulationSettings(latency_ms=10.0, per_item_ms=0.5, padded_ms_per_kb=0.3
 def beside(gpu: SimulationSettings, fit: Fit, sizes: tuple[int, ...]) -> Found:
     """Fifty clients that pause, of five owners, beside an owner that always has 1,024 requests under way."""
     owners = {f"few{number}": Owner(10, pause_s=0.05) for number in range(5)}
-    return run(gpu, fit, {"flood": Owner(1024, sizes), **owners}, warm_s=2.0 if gpu is PADDED else 8.0, seconds=4.0)
+    return run(gpu, fit, {"flood": Owner(1024, sizes), **owners}, warm_s=2.0 if gpu is PADDED else 8.0, seconds=2.0)
 
 
 @pytest.mark.parametrize("gpu", [PADDED, WEAK], ids=["strong", "weak"])
