@@ -339,6 +339,19 @@ class TestCallsOfMany:
         assert self.ask(scene, 100, tier=ENTERPRISE) is None
 
 
+def test_where_nothing_waits_no_gpu_is_wanted_for_what_may_overtake() -> None:
+    """What higher tiers may bring within seconds is long where a GPU serves one every two seconds."""
+    scene = Scene(capacity=8.0)
+    for _ in range(100):
+        scene.now += 0.5
+        scene.shedder.refusal(PAID, "somebody", scene.now)
+        scene.shedder.tick(scene.now)
+    assert scene.shedder.predicted_wait_s(FREE) > 0.5
+    assert scene.shedder.wait_now_s(FREE) == 0.0
+    scene.stands[PAID].set(somebody=1)
+    assert scene.shedder.wait_now_s(FREE) == scene.shedder.predicted_wait_s(FREE) > 0.5
+
+
 def test_the_guard_trusts_less_while_even_the_shortest_wait_is_too_long() -> None:
     scene = Scene()
 

@@ -357,6 +357,10 @@ class LoadShedder:
             return inf if self._is_known else 0.0
         return (self._ahead(tier) + self._overtaking(tier)) / capacity
 
+    def wait_now_s(self, tier: int) -> float:
+        """How long a request of this tier would wait for what waits now; 0 where nothing does, whatever may come."""
+        return self.predicted_wait_s(tier) if self._ahead(tier) > 0 else 0.0
+
     def learn(
         self,
         capacity: Sequence[float],

@@ -58,7 +58,7 @@ class Demands:
         others, tasks, *refused = self._rates[model]
         shedder = self._shedders.get(model)
         # An infinite one has no place in JSON.
-        wait_s = 0.0 if shedder is None else min(shedder.predicted_wait_s(self._tiers - 1), 1e6)
+        wait_s = 0.0 if shedder is None else min(shedder.wait_now_s(self._tiers - 1), 1e6)
         return Demand(others + sum(refused), tasks, tuple(refused), wait_s)
 
     def _count(self, model: str) -> list[int]:
