@@ -14,18 +14,11 @@ import yaml
 from support.client import ask_once, inference_body
 from support.processes import GatewayProcess, until
 from support.prometheus import running_prometheus
+from support.quick_scaling import QUICK, SLOW
 from support.redis_fleet import fleet_over
 from support.redis_servers import RedisServer
 
 SHIPPED = Path(__file__).parents[2] / "deploy" / "kubernetes"
-# One request a call, five calls a second; decisions come quickly.
-SLOW = "sim:?latency_ms=200&slots=1"
-QUICK: dict[str, object] = {
-    "batching.max_batch": 1,
-    "carpool.composition.scaling.DECIDE_S": 0.1,
-    "carpool.composition.scaling.MEASURE_S": 0.2,
-    "carpool.core.scaling.STANDS_S": 0.5,
-}
 
 
 def documents(name: str) -> Iterator[dict[str, Any]]:

@@ -10,17 +10,10 @@ from typing import Any
 from support.client import ask_once
 from support.gateway import HeldGpu
 from support.processes import GatewayProcess, running_gateway, until
+from support.quick_scaling import QUICK, SLOW
 from support.redis_fleet import fleet_over
 from support.redis_servers import RedisServer, running_redis
 
-# One request a call, five calls a second; decisions come quickly.
-SLOW = "sim:?latency_ms=200&slots=1"
-QUICK: dict[str, object] = {
-    "batching.max_batch": 1,
-    "carpool.composition.scaling.DECIDE_S": 0.1,
-    "carpool.composition.scaling.MEASURE_S": 0.2,
-    "carpool.core.scaling.STANDS_S": 0.5,
-}
 # And what is not needed goes quickly.
 QUICK_TO_NONE: dict[str, object] = {
     "carpool.core.scaling.COOLDOWN_S": 0.5,

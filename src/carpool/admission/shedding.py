@@ -6,10 +6,10 @@
 2. The rule is turned around: a tier has *headroom* for so many more. That is counted anew every few milliseconds, from
    what truly waits; in between each admission takes a place. So most requests cost one comparison. While no tier has
    used half of its headroom, a count may be older: it shows too little headroom, and no request is refused by it.
-3. While more comes than can be served, half of what a tier may have waiting is for any request, else all of it (what
-   is short then will be there again). Beyond that the wait of the request's owner counts: inside
-   a tier owners are served in turn, so an owner with few requests waits behind as many of each other owner, not behind
-   all that the busiest of them has; and one with many would wait for all that the others still bring.
+3. While more comes than can be served, half of what a tier may have waiting is for any request; else all of it is, for
+   what is short then will soon be there again. Beyond that the wait of the request's owner counts: inside a tier owners
+   are served in turn, so an owner with few requests waits behind as many of each other owner, not behind all that the
+   busiest of them has; and one with many would wait for all that the others still bring.
 4. Bursts are served, standing queues are cut. The queue of a tier and those above it stands while more of them wait
    than a batch takes, and for a second after the last refusal: a queue that is short because the shedder cuts it still
    stands. In its first second a request for which there is no room may come in late: it may wait for as long as its
